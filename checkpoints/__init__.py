@@ -1,0 +1,1 @@
+"""Bytes to params and back: one neutral state, one reader per source."""

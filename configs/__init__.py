@@ -1,0 +1,1 @@
+"""Values only: models, engines and meshes as functions that return frozen dataclasses."""

@@ -1,0 +1,1 @@
+"""When, for whom and how fast: steps, engine, sampling, text."""

@@ -1,0 +1,1 @@
+"""What one chip computes, and how arrays are laid out over chips."""
