@@ -1,0 +1,147 @@
+"""Arrays that are read only where they are looked at.
+
+A checkpoint is larger than a chip and often larger than the host. So a reader never loads: it
+returns `LazyArray`s, each with a shape, a dtype and a way to fetch one rectangle, and the loader asks
+for the rectangle of each shard. Views over such arrays (rows of a fused matrix, a transpose, one dim
+split in two) translate the rectangle that is asked for into the rectangle to read.
+
+Data flow: file → base array (memory map, tensorstore, ...) → views → `array[slices]` → NumPy.
+
+Worked example: `proj` holds q, k and v of 4 heads of 16 as rows, [96, 48]. q in this project's form
+is [48, 4, 16], embed first: `transposed(split_dim(sliced(proj, 0, 0, 64), 0, (4, 16)), (2, 0, 1))`.
+Reading `[:, 1:2, :]` of it reads rows 16 to 31 of the file, a sixth of the matrix.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+Box = tuple[slice, ...]  # one unit-step slice with start and stop for every dim
+
+
+@runtime_checkable
+class ArrayLike(Protocol):
+    """What weights are made of: a NumPy array, or anything that can be sliced like one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dims."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Element type."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """The elements of a rectangle, read now."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LazyArray:
+    """An array whose elements come from `fetch(box)`, where box has one slice for every dim.
+
+    Slices have unit step. `numpy.asarray` reads all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fetch: Callable[[Box], np.ndarray]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Read a rectangle; integers drop their dim.
+
+        Raises IndexError for other kinds of index, and for a fetch of another shape than asked for.
+        """
+        box, dropped = _as_box(index, self.shape)
+        want = tuple(part.stop - part.start for part in box)
+        out = np.asarray(self.fetch(box))
+        if out.shape != want:
+            raise IndexError(f"expected {want} elements from the source, found {out.shape}")
+        return out[tuple(0 if axis in dropped else slice(None) for axis in range(out.ndim))]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All elements; a copy is always made, as nothing is kept."""
+        if copy is False:
+            raise ValueError("a lazy array has no memory to share")
+        out = self[...]
+        return out if dtype is None else out.astype(dtype)
+
+
+def _as_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, frozenset[int]]:
+    """Turn a NumPy-style index into a full box and the dims that integers drop."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is Ellipsis for part in parts):
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        filler = (slice(None),) * (len(shape) - len(parts) + 1)
+        parts = parts[:at] + filler + parts[at + 1 :]
+    if len(parts) > len(shape):
+        raise IndexError(f"{len(parts)} indices for shape {shape}")
+    parts = parts + (slice(None),) * (len(shape) - len(parts))
+    box, dropped = [], []
+    for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, (int, np.integer)):
+            if not -size <= part < size:
+                raise IndexError(f"index {part} is outside dim {axis} of size {size}")
+            dropped.append(axis)
+            part = slice(part % size, part % size + 1)
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise IndexError(f"a lazy array takes integers and unit-step slices, got {part!r}")
+        start, stop, _ = part.indices(size)
+        box.append(slice(start, max(start, stop)))
+    return tuple(box), frozenset(dropped)
+
+
+def sliced(array: ArrayLike, axis: int, start: int, stop: int) -> LazyArray:
+    """The elements start to stop (exclusive) of one dim, as a view."""
+    size = array.shape[axis]
+    if not 0 <= start <= stop <= size:
+        raise IndexError(f"{start}:{stop} is outside dim {axis} of size {size}")
+    shape = array.shape[:axis] + (stop - start,) + array.shape[axis + 1 :]
+
+    def fetch(box: Box) -> np.ndarray:
+        part = slice(box[axis].start + start, box[axis].stop + start)
+        return np.asarray(array[box[:axis] + (part,) + box[axis + 1 :]])
+
+    return LazyArray(shape, array.dtype, fetch)
+
+
+def transposed(array: ArrayLike, order: tuple[int, ...]) -> LazyArray:
+    """The dims in another order, as `numpy.transpose`, as a view."""
+    if sorted(order) != list(range(len(array.shape))):
+        raise IndexError(f"{order} is not an order of the dims of {array.shape}")
+
+    def fetch(box: Box) -> np.ndarray:
+        base: list[slice] = [slice(None)] * len(order)
+        for part, axis in zip(box, order, strict=True):
+            base[axis] = part
+        return np.asarray(array[tuple(base)]).transpose(order)
+
+    return LazyArray(tuple(array.shape[axis] for axis in order), array.dtype, fetch)
+
+
+def split_dim(array: ArrayLike, axis: int, sizes: tuple[int, ...]) -> LazyArray:
+    """One dim seen as several, first one outermost, as a view.
+
+    A rectangle that is partial in an inner dim is read whole there and cut afterwards.
+    """
+    if math.prod(sizes) != array.shape[axis]:
+        raise IndexError(f"dim {axis} of size {array.shape[axis]} does not split into {sizes}")
+    inner = math.prod(sizes[1:])
+    shape = array.shape[:axis] + sizes + array.shape[axis + 1 :]
+
+    def fetch(box: Box) -> np.ndarray:
+        before, parts, after = box[:axis], box[axis : axis + len(sizes)], box[axis + len(sizes) :]
+        outer = slice(parts[0].start * inner, parts[0].stop * inner)
+        read = np.asarray(array[before + (outer,) + after])
+        split = (parts[0].stop - parts[0].start,) + sizes[1:]
+        read = read.reshape(read.shape[:axis] + split + read.shape[axis + 1 :])
+        return read[(slice(None),) * (axis + 1) + parts[1:]]
+
+    return LazyArray(shape, array.dtype, fetch)
+
+
+def mapped(array: ArrayLike, function: Callable[[np.ndarray], np.ndarray], dtype: np.dtype) -> LazyArray:
+    """An elementwise function of an array, applied when read."""
+    return LazyArray(array.shape, dtype, lambda box: function(np.asarray(array[box])).astype(dtype))
