@@ -1,0 +1,79 @@
+"""Matmuls that accumulate in float32, and the activations and caps between them.
+
+Softmax works in base 2 and swish through tanh, with their constants folded into the weights once, at
+load: `exp(s) = exp2(s·log2 e)` takes log2(e) into the q weights, and with y = ½·(n W0), which takes ½
+into W0, `swish(2y) = 2y·σ(2y) = y·(tanh y + 1)`.
+
+Worked example: n W0 = 2 is folded to y = 1, and 1·(tanh 1 + 1) = 1.7616 = swish(2).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from layers.hparams import Activation
+from layers.quantization import Int8Weight, Weight
+
+LOG2_E = math.log2(math.e)
+SWISH_FOLD = 0.5
+
+
+def project(
+    x: Float[Array, "*batch rows"], weight: Weight, bias: Float[Array, " cols"] | None = None
+) -> Float[Array, "*batch cols"]:
+    """x · weight + bias, accumulated in float32 and returned in x's dtype.
+
+    The weight is `[rows, cols]`; int8 values are scaled after the contraction.
+    """
+    matrix = weight.qvalue if isinstance(weight, Int8Weight) else weight
+    y = jnp.einsum("...r,rc->...c", x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+    if isinstance(weight, Int8Weight):
+        y = y * _as_row(weight.scale, y.ndim)
+    if bias is not None:
+        y = y + _as_row(bias.astype(jnp.float32), y.ndim)
+    return y.astype(x.dtype)
+
+
+def _as_row(vector: Float[Array, " cols"], ndim: int) -> jax.Array:
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """cap·tanh(x/cap); x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _swish_folded(y: jax.Array) -> jax.Array:
+    return y * (jnp.tanh(y) + 1.0)
+
+
+def _gelu_tanh(y: jax.Array) -> jax.Array:
+    return jax.nn.gelu(y, approximate=True)
+
+
+def _gelu_erf(y: jax.Array) -> jax.Array:
+    return jax.nn.gelu(y, approximate=False)
+
+
+_NONLINEARITY = {
+    Activation.SWISH_GATED: _swish_folded,
+    Activation.GELU_TANH_GATED: _gelu_tanh,
+    Activation.GELU_ERF_GATED: _gelu_erf,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.GELU_ERF: _gelu_erf,
+}
+
+
+def ff_hidden(act: Activation, projected: Float[Array, "*batch cols"]) -> Float[Array, "*batch ff"]:
+    """The feed-forward hidden layer from its input projection.
+
+    `projected` is `[..., W0 | W1]` for gated activations and `[..., W0]` for plain ones. For
+    SWISH_GATED the W0 half arrives halved (see the module's docstring).
+    """
+    nonlinearity = _NONLINEARITY[act]
+    if not act.gated:
+        return nonlinearity(projected)
+    gate, value = jnp.split(projected, 2, axis=-1)
+    return nonlinearity(gate) * value

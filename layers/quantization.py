@@ -1,0 +1,49 @@
+"""Weights as a leaf type: a plain array or int8 values with one scale per output channel.
+
+A matmul of int8 weights is exact up to the rounding of the weights themselves: the integers are
+contracted first, the scale multiplies the result, since it depends on the output channel alone.
+
+Data flow: neutral state (unfolded float or int8) → `preprocess` → `Weight` leaves of `Params` →
+`numerics.project`.
+
+Worked example: the column (0.5, −2.54) has the scale 2.54/127 = 0.02 and the values (25, −127);
+0.5 comes back as exactly 25 · 0.02.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+INT8_MAX = 127
+
+
+@flax.struct.dataclass
+class Int8Weight:
+    """int8 weights `[..., rows, cols]` and their float32 scales `[..., cols]`."""
+
+    qvalue: Int8[Array, "*lead rows cols"]
+    scale: Float[Array, "*lead cols"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix that the pair stands for."""
+        return self.qvalue.shape
+
+
+Weight = jax.Array | Int8Weight
+
+
+def quantize(weight: Float[Array, "*lead rows cols"]) -> Int8Weight:
+    """Rounds `[..., rows, cols]` to int8 with one symmetric scale per column; a zero column gets scale 1."""
+    peak = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=-2)  # [..., cols]
+    scale = jnp.where(peak > 0, peak / INT8_MAX, jnp.ones_like(peak))
+    rounded = jnp.round(weight.astype(jnp.float32) / jnp.expand_dims(scale, -2))
+    return Int8Weight(jnp.clip(rounded, -INT8_MAX, INT8_MAX).astype(jnp.int8), scale)
+
+
+def dequantize(weight: Weight) -> jax.Array:
+    """The float32 matrix that a weight stands for, `[..., rows, cols]`."""
+    if isinstance(weight, Int8Weight):
+        return weight.qvalue.astype(jnp.float32) * jnp.expand_dims(weight.scale, -2)
+    return weight.astype(jnp.float32)
