@@ -1,0 +1,226 @@
+"""Imports go one way, pure modules stay light, and only public, declared interfaces are used.
+
+Idea: the imports are read from the syntax tree, those inside functions and type-checking blocks included,
+so that nothing has to run for an upward import to be seen. What a module costs to import, and whether it
+needs jax, is found by importing it in a fresh interpreter in which jax cannot be imported.
+
+Data flow: source files → `IMPORTS` (module → imported names) → one law a test.
+
+Worked example: `from checkpoints.state import CheckpointState` in layers/params.py would make the import
+`checkpoints.state.CheckpointState` of the module `layers.params`, two ranks upward.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+# Each may import itself and what stands before it.
+ORDER = ("layers", "checkpoints", "inference_engine", "configs", "run_serving")
+# Development folders: they may import every package, and no package may import them.
+OUTSIDE = ("benchmarks", "tests", "training")
+
+# Modules that decide and do not compute: they import without jax.
+PURE = ("layers.errors", "layers.hparams")
+# What importing jax and everything on top of it takes; a pure module must stay far below.
+PURE_IMPORT_SECONDS = 0.5
+HEAVY = ("jax", "jaxlib", "flax", "orbax", "tensorstore", "scipy")
+
+# Experimental interfaces without a public twin, each with the module that may use it.
+EXPERIMENTAL: dict[str, str] = {}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+
+
+def source_files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in (REPO / folder).rglob("*.py")]
+    return sorted(found + [path for path in (REPO / f"{folder}.py" for folder in folders) if path.exists()])
+
+
+def imports_of(tree: ast.AST, module: str) -> Iterator[str]:
+    """Dotted names that a syntax tree imports; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            prefix = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+SHIPPED = source_files(*ORDER)
+MODULES = {module_name(path): path for path in SHIPPED}
+IMPORTS = {name: sorted(set(imports_of(ast.parse(path.read_text()), name))) for name, path in MODULES.items()}
+
+
+def upward(module: str, imported: str) -> bool:
+    """Whether a module of one package imports one that stands after it, or a development folder."""
+    mine, theirs = module.partition(".")[0], imported.partition(".")[0]
+    return theirs in OUTSIDE or (theirs in ORDER and ORDER.index(theirs) > ORDER.index(mine))
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of a graph as the list of its nodes, empty if there is none."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return []
+        for following in sorted(graph[node]):
+            if cycle := walk(following, [*path, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    return next((cycle for node in sorted(graph) if (cycle := walk(node, []))), [])
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+
+
+def test_every_package_is_read() -> None:
+    assert {"layers", "checkpoints", "inference_engine", "configs"} <= {
+        name.split(".")[0] for name in MODULES
+    }
+    assert "layers.hparams" in IMPORTS
+    assert "enum" in IMPORTS["layers.hparams"]
+
+
+def test_imports_never_go_upward() -> None:
+    assert upward("layers.params", "checkpoints.state.CheckpointState")
+    assert upward("configs.models", "tests.reference_model")
+    assert not upward("configs.models", "layers.hparams.HParams")
+    bad = [
+        f"{module} imports {name}"
+        for module, names in IMPORTS.items()
+        for name in names
+        if upward(module, name)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_modules_form_no_cycle() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    graph = {
+        module: {
+            target
+            for name in names
+            for target in (name, name.rpartition(".")[0])
+            if target in MODULES and target != module
+        }
+        for module, names in IMPORTS.items()
+    }
+    assert any(graph.values())
+    assert not find_cycle(graph), " → ".join(find_cycle(graph))
+
+
+def test_package_inits_import_nothing() -> None:
+    inits = [path for path in SHIPPED if path.name == "__init__.py"]
+    assert len(inits) >= 4
+    for path in inits:
+        body = ast.parse(path.read_text()).body
+        assert len(body) == 1, f"{path.relative_to(REPO)} holds more than its docstring"
+        assert isinstance(body[0], ast.Expr)
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(REPO)} has no docstring"
+
+
+def test_jax_is_used_through_its_public_interface() -> None:
+    assert private_jax("jax._src.core.Primitive", "layers.rope")
+    assert private_jax("jax.experimental.shard_map", "layers.rope")
+    assert not private_jax("jax.numpy", "layers.rope")
+    paths = source_files(*ORDER, *OUTSIDE)
+    trees = {module_name(path): ast.parse(path.read_text()) for path in paths}
+    bad = [
+        f"{module}: {name}"
+        for module, tree in trees.items()
+        for name in [*imports_of(tree, module), *attributes_of(tree)]
+        if private_jax(name, module)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def private_jax(name: str, module: str) -> bool:
+    """Whether a dotted name is jax's own business, or experimental without a stated reason."""
+    parts = name.split(".")
+    if parts[0] not in ("jax", "jaxlib"):
+        return False
+    experimental = parts[1:2] == ["experimental"] and EXPERIMENTAL.get(".".join(parts[:3])) != module
+    return parts[0] == "jaxlib" or experimental or any(part.startswith("_") for part in parts)
+
+
+def attributes_of(tree: ast.AST) -> Iterator[str]:
+    """Dotted names such as `jax.experimental.layout` that an expression reads."""
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name):
+            yield ".".join([node.id, *reversed(parts)])
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_without_jax(module: str) -> None:
+    assert module in MODULES, f"{module} is gone; correct the list PURE"
+    code = f"""
+import sys, time
+for name in {HEAVY!r}:
+    sys.modules[name] = None
+start = time.process_time()
+import {module}
+print(time.process_time() - start)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < PURE_IMPORT_SECONDS
+
+
+def test_a_module_that_needs_jax_is_found_out() -> None:
+    done = run_python(f"import sys\nfor name in {HEAVY!r}: sys.modules[name] = None\nimport layers.rope")
+    assert done.returncode == 1
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_every_third_party_import_is_declared() -> None:
+    declared = requirements()
+    assert {"jax", "numpy", "absl-py"} <= declared
+    own = {*ORDER, *OUTSIDE}
+    used = {name.split(".")[0] for names in IMPORTS.values() for name in names} - own
+    third_party = {DISTRIBUTIONS.get(name, name) for name in used - sys.stdlib_module_names}
+    assert "jax" in third_party
+    assert third_party <= declared, f"not in install_requires of setup.py: {sorted(third_party - declared)}"
+
+
+# Import names that differ from the names on the package index.
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+
+
+def setup_keywords() -> dict[str, ast.expr]:
+    """The keyword arguments of the call to `setup`, as syntax."""
+    tree = ast.parse((REPO / "setup.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "setup"]
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+
+
+def requirements() -> set[str]:
+    """Names of the core requirements, without their versions."""
+    texts = ast.literal_eval(setup_keywords()["install_requires"])
+    return {"".join(c if c.isalnum() or c in "-_" else " " for c in text).split()[0] for text in texts}
+
+
+def test_every_package_folder_is_listed_in_setup() -> None:
+    listed = set(ast.literal_eval(setup_keywords()["packages"]))
+    found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    folders = {module_name(path.parent / "__init__.py") for path in SHIPPED if path.parent != REPO}
+    assert folders == found, f"without __init__.py: {sorted(folders - found)}"
+    assert listed == found
