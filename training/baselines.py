@@ -22,7 +22,9 @@ def xz_bits_per_byte(works: Mapping[str, str]) -> float:
     return BITS_PER_BYTE * len(lzma.compress(text, preset=XZ_PRESET)) / len(text)
 
 
-def unigram_bits_per_byte(train: np.ndarray, validation: np.ndarray, vocab_size: int, num_bytes: int) -> float:
+def unigram_bits_per_byte(
+    train: np.ndarray, validation: np.ndarray, vocab_size: int, num_bytes: int
+) -> float:
     """Bits per byte of the validation ids under add-one-smoothed training frequencies.
 
     Args:

@@ -136,16 +136,24 @@ def _runs(words: list[str], length: int) -> Iterable[tuple[str, ...]]:
 def without_shared_runs(text: str, held_out: Iterable[str], run_words: int = SHARED_RUN_WORDS) -> str:
     """`text` without the lines that touch a run of `run_words` words found in a held-out text.
 
-    Words are compared in lower case and without punctuation, across line breaks.
+    Words are compared in lower case and without punctuation, across line breaks. No such run is left: a
+    removal that puts the two halves of another one together is followed by a second.
     """
-    known = {run for other in held_out for run in _runs([word for word, _ in _positioned_words(other)], run_words)}
+    known: set[tuple[str, ...]] = set()
+    for other in held_out:
+        known.update(_runs([word for word, _ in _positioned_words(other)], run_words))
+    while rows := _shared_rows(text, known, run_words):
+        text = "\n".join(line for row, line in enumerate(text.split("\n")) if row not in rows)
+    return text
+
+
+def _shared_rows(text: str, known: set[tuple[str, ...]], run_words: int) -> set[int]:
     words = _positioned_words(text)
-    shared: set[int] = set()
+    rows: set[int] = set()
     for start, run in enumerate(_runs([word for word, _ in words], run_words)):
         if run in known:
-            shared.update(row for _, row in words[start : start + run_words])
-    lines = text.split("\n")
-    return "\n".join(line for row, line in enumerate(lines) if row not in shared)
+            rows.update(row for _, row in words[start : start + run_words])
+    return rows
 
 
 def split_works(works: Mapping[str, str], held_out: Iterable[str] = HELD_OUT_PLAYS) -> Corpus:
