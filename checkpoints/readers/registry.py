@@ -1,0 +1,56 @@
+"""All readers, in one list, and the choice among them by names and config.
+
+Data flow: `NamedArrays` → the first reader whose `matches` is true → `CheckpointState`.
+
+Worked example: names `token_emb.weight` and `layers.0.fn.fused_attn_ff_proj.weight` are
+PaLM-rlhf-pytorch's. A config with model_type 'gpt2' is nobody's and is refused by that name.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from checkpoints.named_arrays import NamedArrays
+from checkpoints.readers import cohere, palm_pytorch, palm_rlhf
+from checkpoints.readers.options import ReaderOptions
+from checkpoints.state import CheckpointState
+from layers.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """One family of checkpoints.
+
+    Attributes:
+      name: what people call it.
+      matches: whether names and config are this family's; reads no element.
+      read: the neutral state of a checkpoint that matches.
+    """
+
+    name: str
+    matches: Callable[[NamedArrays], bool]
+    read: Callable[[NamedArrays, ReaderOptions], CheckpointState]
+
+
+READERS: tuple[Reader, ...] = (
+    Reader("PaLM-pytorch", palm_pytorch.matches, palm_pytorch.read),
+    Reader("PaLM-rlhf-pytorch", palm_rlhf.matches, palm_rlhf.read),
+    Reader("Cohere", cohere.matches, cohere.read),
+)
+
+
+def find_reader(named: NamedArrays) -> Reader:
+    """The reader of a checkpoint's family.
+
+    Raises UserError that names what is there and the families that are supported.
+    """
+    for reader in READERS:
+        if reader.matches(named):
+            return reader
+    supported = ", ".join(reader.name for reader in READERS)
+    model_type = named.config.get("model_type")
+    if model_type is not None:
+        raise UserError(
+            f"{named.source}: model type {str(model_type)[:60]!r} is not supported; supported: {supported}"
+        )
+    names = ", ".join(str(key)[:60] for key in list(named.arrays)[:3]) or "no tensors"
+    raise UserError(f"{named.source}: no known model has tensors named {names}; supported: {supported}")
