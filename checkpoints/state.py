@@ -18,6 +18,8 @@ In int8, `layer_0/q` has a scale of [4, 16]: one for each output channel.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -68,6 +70,23 @@ class CheckpointState:
     def quantized(self) -> bool:
         """Whether the kernels are int8."""
         return any(isinstance(entry, QuantizedTensor) for entry in self.weights.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What opening a path gives; no weight has been read.
+
+    Attributes:
+      source: the path, for messages.
+      state: the model.
+      tokenizer_file: the tokenizer stored beside the weights, if any.
+      extra: what the saver wanted to keep with them (JSON).
+    """
+
+    source: str
+    state: CheckpointState
+    tokenizer_file: Path | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _always(hparams: HParams) -> bool:

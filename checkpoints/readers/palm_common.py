@@ -81,7 +81,7 @@ def _head_width(named: NamedArrays, frequencies: str) -> int:
         return 2 * named.shape(frequencies)[0]
     if named.config.get("dim_head") is None:
         raise UserError(
-            f"{named.source}: neither {frequencies} nor a dim_head in the config says how wide a head is; this "
-            "may be palm_lite (ALiBi instead of rotary, keys and values shared), which is unsupported"
+            f"{named.source}: neither {frequencies} nor a dim_head in the config says how wide a head is; "
+            "this may be palm_lite (ALiBi instead of rotary, keys and values shared), which is unsupported"
         )
     return named.integer("dim_head", 64)

@@ -1,0 +1,159 @@
+"""From a path to an opened checkpoint: what kind of file this is, and who reads it.
+
+Kinds are told by their first bytes and by what a folder holds, never by a file's ending. Everything
+that cannot be read is refused in one line that says what it is and what would be accepted; nothing is
+unpickled and no weight is read.
+
+Data flow: path → `detect` → container → reader → `OpenedCheckpoint`.
+
+Worked example: a file that starts with FF D8 FF is "a JPEG image"; one that starts with "PK" is a zip
+file, and an `.npz` if it holds `.npy` members; a folder with checkpoint.json is a saved checkpoint.
+"""
+
+import dataclasses
+import difflib
+import enum
+import os
+import zipfile
+from pathlib import Path
+
+from checkpoints.npz_source import read_npz
+from checkpoints.orbax_metadata import METADATA_FILE
+from checkpoints.orbax_store import PARTIAL, open_orbax
+from checkpoints.readers.options import ReaderOptions
+from checkpoints.readers.registry import find_reader
+from checkpoints.state import OpenedCheckpoint
+from layers.errors import UserError
+
+EXPECTED = f"expected a folder with {METADATA_FILE} (a saved checkpoint) or an .npz file of named tensors"
+
+
+class Container(enum.Enum):
+    """How weights are packed."""
+
+    ORBAX = "a saved checkpoint (Orbax)"
+    NPZ = "an .npz file of named tensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Foreign:
+    """A kind of file that is recognised only to be refused by name."""
+
+    magic: bytes
+    name: str
+
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_FOREIGN_FILES = (
+    _Foreign(b"\xff\xd8\xff", "a JPEG image"),
+    _Foreign(b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    _Foreign(b"%PDF", "a PDF document"),
+    _Foreign(b"GGUF", "a GGUF file, which is not supported yet"),
+    _Foreign(b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    _Foreign(b"\x93NUMPY", "a single NumPy array"),
+    _Foreign(b"\x1f\x8b", "a gzip file"),
+    _Foreign(b"\x80\x02", "a Python pickle, which is never loaded"),
+    _Foreign(b"\x80\x03", "a Python pickle, which is never loaded"),
+    _Foreign(b"\x80\x04", "a Python pickle, which is never loaded"),
+    _Foreign(b"\x80\x05", "a Python pickle, which is never loaded"),
+)
+_FOREIGN_FOLDERS = (
+    ("model.safetensors.index.json", "a Hugging Face folder, which is not supported yet"),
+    ("config.json", "a Hugging Face folder, which is not supported yet"),
+    ("_CHECKPOINT_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
+    ("_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
+)
+
+
+def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> OpenedCheckpoint:
+    """Open a checkpoint of any supported kind; its weights are lazy.
+
+    Args:
+      path: a folder or a file.
+      options: what the file does not say; see `ReaderOptions`.
+
+    Raises UserError in one line for anything that is no readable checkpoint, and for options that do
+    not apply to it.
+    """
+    path, options = Path(path), options or ReaderOptions()
+    if detect(path) is Container.ORBAX:
+        if options != ReaderOptions():
+            raise UserError(
+                f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
+            )
+        return open_orbax(path)
+    named = read_npz(path)
+    return OpenedCheckpoint(str(path), find_reader(named).read(named, options))
+
+
+def detect(path: Path) -> Container:
+    """What kind of checkpoint is at a path.
+
+    Raises UserError, saying what is there and what is expected, if it is none.
+    """
+    try:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder{_sibling(path)}; {EXPECTED}")
+        return _detect_folder(path) if path.is_dir() else _detect_file(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _detect_folder(path: Path) -> Container:
+    names = set(os.listdir(path))
+    if path.name.endswith(PARTIAL):
+        raise UserError(f"{path}: an unfinished save; {EXPECTED}")
+    if METADATA_FILE in names:
+        return Container.ORBAX
+    if not names:
+        raise UserError(f"{path}: an empty folder; {EXPECTED}")
+    kind = next(
+        (name for file, name in _FOREIGN_FOLDERS if file in names), f"a folder without {METADATA_FILE}"
+    )
+    raise UserError(f"{path}: {kind}; {EXPECTED}")
+
+
+def _detect_file(path: Path) -> Container:
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file; {EXPECTED}")
+    with path.open("rb") as stream:
+        head = stream.read(512)
+    if not head:
+        raise UserError(f"{path}: an empty file; {EXPECTED}")
+    if head.startswith(_ZIP_MAGIC):
+        return _detect_zip(path)
+    kind = next((foreign.name for foreign in _FOREIGN_FILES if head.startswith(foreign.magic)), None)
+    raise UserError(f"{path}: {kind or _describe(head)}; {EXPECTED}")
+
+
+def _detect_zip(path: Path) -> Container:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise UserError(f"{path}: a truncated or damaged zip file ({str(error)[:80]}); {EXPECTED}") from None
+    if any(name.endswith("data.pkl") for name in names):
+        raise UserError(f"{path}: a PyTorch .pt file, which is not supported yet; {EXPECTED}")
+    if not any(name.endswith(".npy") for name in names):
+        raise UserError(f"{path}: a zip file without NumPy arrays; {EXPECTED}")
+    return Container.NPZ
+
+
+def _describe(head: bytes) -> str:
+    """Text or not, for a file of no known kind."""
+    try:
+        head[:400].decode("utf-8")
+    except UnicodeDecodeError as error:
+        # The cut at 400 bytes may split a character; anything earlier is no UTF-8.
+        return "a text file" if error.start >= 397 else "a file of an unknown kind"
+    return "a file of an unknown kind" if b"\0" in head else "a text file"
+
+
+def _sibling(path: Path) -> str:
+    """A hint at a similarly named neighbour."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f"; there is {path.parent / near[0]}" if near else ""

@@ -1,0 +1,250 @@
+"""The native checkpoint: the neutral state in Orbax, with its form and its tokenizer beside it.
+
+    PATH/weights_0/ …     Orbax checkpoints (PyTree, OCDBT, zarr), a bounded number of bytes each
+    PATH/tokenizer.model  the tokenizer, where there is one
+    PATH/checkpoint.json  HParams and the list of the above
+
+Save: the weights are written in groups, so that a lazy state never has more than one group in memory,
+into `PATH.partial`, which is renamed to PATH when all is there. A killed save leaves no PATH, and what
+it leaves beside does not load.
+
+Restore: opening reads metadata only. Each weight is a lazy array over the stored chunks, so a loader
+asks for the rectangle of each shard and gets just the chunks that it touches:
+
+    jax.make_array_from_callback(weight.shape, sharding, lambda index: weight[index])
+
+puts a weight straight into a sharding; no device, nor the host, ever holds the whole model.
+
+Worked example: a float32 `layer_0/w0` [4096, 16384] is 256 MiB in chunks of at most 16 MiB. On a mesh of
+8 chips with ff sharded, each chip's [4096, 2048] is read from the chunks that overlap it.
+"""
+
+import math
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from checkpoints.lazy import ArrayLike, Box, LazyArray
+from checkpoints.orbax_metadata import METADATA_FILE, Metadata, read_metadata
+from checkpoints.state import (
+    CheckpointState,
+    Entry,
+    OpenedCheckpoint,
+    QuantizedTensor,
+    state_spec,
+    validate_state,
+)
+from layers.errors import UserError
+
+GROUP_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 24
+_CACHE_BYTES = 1 << 26
+PARTIAL = ".partial"
+_REPLACED = ".replaced"
+
+
+def save_checkpoint(
+    path: Path | str,
+    state: CheckpointState,
+    tokenizer_file: Path | str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    group_bytes: int = GROUP_BYTES,
+) -> None:
+    """Save a model so that it appears whole or not at all.
+
+    Args:
+      path: the folder to make.
+      state: weights in any array-like form; dtypes are kept, int8 kernels as value and scale.
+      tokenizer_file: copied into the folder.
+      extra: JSON to keep with the model.
+      overwrite: replace a checkpoint that is there; anything else is never replaced.
+      group_bytes: how many bytes of weights are in memory at a time (one weight at least).
+
+    Raises UserError if the state is not a whole model, if the path is taken or cannot be written.
+    """
+    path = Path(path).absolute()
+    validate_state(state, "the model to save")
+    _check_target(path, overwrite)
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        items = _write_groups(partial, state, group_bytes)
+        tokenizer = None if tokenizer_file is None else _copy_tokenizer(Path(tokenizer_file), partial)
+        Metadata(state.hparams, items, tokenizer, extra or {}).write(partial)
+        _publish(partial, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def open_orbax(path: Path | str) -> OpenedCheckpoint:
+    """Open a saved model; its weights are lazy arrays over the stored chunks.
+
+    Raises UserError naming the file or the key: no checkpoint, truncated or damaged, of a later
+    version, or weights that are not the model's. Damage to a weight's data is raised when it is read.
+    """
+    path = Path(path).absolute()
+    metadata = read_metadata(path)
+    tokenizer = None if metadata.tokenizer is None else path / metadata.tokenizer
+    if tokenizer is not None and not tokenizer.is_file():
+        raise UserError(f"{tokenizer}: missing, although {METADATA_FILE} names it")
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    leaves: dict[str, ArrayLike] = {}
+    for item in metadata.items:
+        for key, leaf in _open_item(path / item, context).items():
+            if key in leaves:
+                raise UserError(f"{path / item}: {key} is there twice")
+            leaves[key] = leaf
+    state = CheckpointState(metadata.hparams, _join_int8(leaves))
+    validate_state(state, str(path))
+    return OpenedCheckpoint(str(path), state, tokenizer, metadata.extra)
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    """Refuse to replace what was not asked to be replaced, or is no checkpoint."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not overwrite:
+        raise UserError(f"{path}: exists already; name a path that does not, or overwrite it")
+    if not (path / METADATA_FILE).is_file():
+        raise UserError(f"{path}: is no checkpoint and will not be overwritten")
+
+
+def _groups(state: CheckpointState, group_bytes: int) -> Iterator[dict[str, Any]]:
+    """The weights as nested trees of NumPy arrays, of bounded size, read as they are yielded."""
+    tree: dict[str, Any] = {}
+    held = 0
+    for key in state_spec(state.hparams):
+        parts = _split_int8(key, state.weights[key])
+        size = sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in parts.values())
+        if tree and held + size > group_bytes:
+            yield tree
+            tree, held = {}, 0
+        held += size
+        for name, part in parts.items():
+            *folders, leaf = name.split("/")
+            node = tree
+            for folder in folders:
+                node = node.setdefault(folder, {})
+            node[leaf] = np.ascontiguousarray(part)
+    yield tree
+
+
+def _split_int8(key: str, entry: Entry) -> dict[str, ArrayLike]:
+    """The arrays that one entry is stored as."""
+    if isinstance(entry, QuantizedTensor):
+        return {f"{key}/qvalue": entry.qvalue, f"{key}/scale": entry.scale}
+    return {key: entry}
+
+
+def _join_int8(leaves: Mapping[str, ArrayLike]) -> dict[str, Entry]:
+    """The entries that stored arrays stand for."""
+    weights: dict[str, Entry] = {}
+    for name, leaf in leaves.items():
+        key, _, role = name.rpartition("/")
+        if role == "qvalue" and f"{key}/scale" in leaves:
+            weights[key] = QuantizedTensor(leaf, leaves[f"{key}/scale"])
+        elif role != "scale" or f"{key}/qvalue" not in leaves:
+            weights[name] = leaf
+    return weights
+
+
+def _write_groups(folder: Path, state: CheckpointState, group_bytes: int) -> tuple[str, ...]:
+    """Write the weights as numbered Orbax checkpoints and return their names."""
+    names = []
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        for number, tree in enumerate(_groups(state, group_bytes)):
+            names.append(f"weights_{number}")
+            save_args = _map_leaves(tree, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+            checkpointer.save(folder / names[-1], args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    return tuple(names)
+
+
+def _map_leaves(tree: Any, value: Any) -> Any:
+    """The same nested dicts with this value at every leaf."""
+    return {key: _map_leaves(node, value) for key, node in tree.items()} if isinstance(tree, dict) else value
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> str:
+    name = f"tokenizer{source.suffix}"
+    shutil.copyfile(source, folder / name)
+    return name
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Rename into place; a checkpoint that was there is moved aside first and removed last."""
+    replaced = path.with_name(path.name + _REPLACED)
+    if not path.exists():
+        partial.rename(path)
+        return
+    shutil.rmtree(replaced, ignore_errors=True)
+    path.rename(replaced)
+    try:
+        partial.rename(path)
+    except OSError:
+        replaced.rename(path)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _open_item(item: Path, context: ts.Context) -> dict[str, LazyArray]:
+    """The arrays of one Orbax checkpoint under flat keys."""
+    if not item.is_dir():
+        raise UserError(f"{item}: missing, although {METADATA_FILE} names it")
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            tree = checkpointer.metadata(item).item_metadata
+    except Exception as error:  # its parsers raise what they like on damage
+        raise UserError(f"{item}: damaged or not an Orbax checkpoint ({_first_line(error)})") from None
+    if tree is None:
+        raise UserError(f"{item}: damaged or not an Orbax checkpoint (no metadata)")
+    return {key: _lazy_leaf(item, key, leaf, context) for key, leaf in _flatten(tree.tree, "")}
+
+
+def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, Mapping):
+        yield prefix, node
+        return
+    for name, child in node.items():
+        yield from _flatten(child, f"{prefix}/{name}" if prefix else str(name))
+
+
+def _lazy_leaf(item: Path, key: str, leaf: Any, context: ts.Context) -> LazyArray:
+    """One stored array; its store is opened at the first read and kept open."""
+    if not isinstance(leaf, ocp.metadata.ArrayMetadata):
+        raise UserError(f"{item}: {key} is no array")
+    spec = {
+        "driver": "zarr",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{item}/"},
+            "path": f"{leaf.name}/",
+        },
+    }
+    lock = threading.Lock()
+    opened: list[ts.TensorStore] = []
+
+    def fetch(box: Box) -> np.ndarray:
+        try:
+            with lock:
+                if not opened:
+                    opened.append(ts.open(spec, read=True, open=True, context=context).result())
+            return opened[0][box].read().result()
+        except Exception as error:  # storage raises what it likes on damage
+            raise UserError(f"{item}: {key} cannot be read ({_first_line(error)})") from None
+
+    return LazyArray(tuple(leaf.shape), np.dtype(leaf.dtype), fetch)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__
