@@ -46,6 +46,7 @@ setup(
         "orbax-checkpoint>=0.12",
         "rich>=13",  # flax requires it already, so a plain terminal fallback is all that it costs
         "sentencepiece>=0.2.1",
+        "tensorstore>=0.1.70",
     ],
     extras_require={
         "test": ["beartype>=0.20", "hypothesis>=6.100", "pytest>=9", "scipy>=1.14"],
