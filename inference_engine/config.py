@@ -1,0 +1,60 @@
+"""Settings of an engine, as data: how many requests at once, how long, in which pieces.
+
+Data flow: flags → `EngineConfig` → shapes of the compiled steps.
+
+Worked example: 4 slots of 512 positions with prefill chunks of 64 tokens: a prompt of 130 tokens is prefilled
+as the chunks at 0, 64 and 128, the last one padded; generation may go on to position 511.
+"""
+
+import dataclasses
+
+from layers.errors import UserError
+from layers.hparams import HParams
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that the compiled steps are made for.
+
+    Attributes:
+      slots: requests that decode together; every decode step runs all of them.
+      max_context: positions a slot holds, prompt and output together.
+      prefill_chunk: tokens a prefill step takes; chunks start at its multiples.
+      prefill_rows: prompts that a prefill step takes at once.
+      top_logprobs: alternatives that each step reports for every token; 0 for none.
+      activation_dtype: dtype of activations and of the KV cache.
+    """
+
+    slots: int = 4
+    max_context: int = 512
+    prefill_chunk: int = 64
+    prefill_rows: int = 1
+    top_logprobs: int = 0
+    activation_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_context", "prefill_chunk", "prefill_rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value!r} is not allowed; allowed: an integer from 1; nearest: 1")
+        if self.max_context < 2:
+            raise UserError(
+                f"max_context={self.max_context} leaves no room for a prompt and a token; nearest: 2"
+            )
+        if self.activation_dtype not in ("float32", "bfloat16"):
+            raise UserError(
+                f"activation_dtype={self.activation_dtype!r} is not known; allowed: float32, bfloat16"
+            )
+
+    @property
+    def cache_time(self) -> int:
+        """Positions of a cache row: max_context rounded up to whole prefill chunks."""
+        return -(-self.max_context // self.prefill_chunk) * self.prefill_chunk
+
+    def check_model(self, hparams: HParams) -> None:
+        """Refuses a context beyond what the model's positions allow."""
+        limit = hparams.max_positions
+        if limit is not None and self.max_context > limit:
+            raise UserError(
+                f"max_context={self.max_context} is beyond this model's {limit} positions; nearest: {limit}"
+            )

@@ -1,0 +1,186 @@
+"""Trains the default checkpoint: a small PaLM on Shakespeare, in float32 on a CPU.
+
+The loss runs through the engine's own forward pass: the neutral state is the set of trained variables,
+`preprocess` folds it inside the step, and gradients flow back through the folding.
+
+Data flow: tokens.npz (corpus.py, tokenizer_model.py) → random windows → AdamW on the neutral state →
+state.npz after every evaluation → export.py.
+
+    python -m training.train --tokens WORK/tokens.npz --out WORK --minutes 95
+
+The budget is time, since that is what a small machine has: the learning rate follows a cosine over the
+share of the minutes that is gone, and the record says how many steps they held.
+
+Worked example: 4 windows of 512 tokens are 2048 tokens a step; at 1,000 tokens/s 95 minutes hold 2,800
+steps or 5.7 million tokens, 3.4 passes over the training plays.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from checkpoints.preprocess import preprocess
+from checkpoints.state import state_spec
+from configs.models import palm_shakespeare
+from layers import serial
+from layers.attention import AttentionBlocks
+from layers.embedding import unembed
+from layers.hparams import HParams
+
+Weights = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Settings of one training run."""
+
+    minutes: float = 95.0
+    batch: int = 4
+    time: int = 512
+    learning_rate: float = 2e-3
+    embedding_multiplier: float = 8.0
+    warmup: int = 50
+    weight_decay: float = 0.1
+    evaluate_every: int = 200
+    seed: int = 0
+
+
+def init_state(hparams: HParams, seed: int) -> Weights:
+    """Random neutral state: unit-variance embedding, kernels by fan-in, outputs damped by depth."""
+    rng, damping = np.random.default_rng(seed), 1 / math.sqrt(2 * hparams.layers)
+    fan_in = {"o": hparams.heads * hparams.qkv, "w2": hparams.ff}
+    weights = {}
+    for key, shape in state_spec(hparams).items():
+        name = key.rpartition("/")[2]
+        if name.endswith("gain"):
+            weights[key] = jnp.ones(shape, jnp.float32)
+            continue
+        std = 1.0 if name == "embedding" else 1 / math.sqrt(fan_in.get(name, hparams.embed))
+        std *= damping if name in fan_in else 1.0
+        weights[key] = jnp.asarray(rng.normal(0, std, shape), jnp.float32)
+    return weights
+
+
+def loss_fn(hparams: HParams, weights: Weights, tokens: jax.Array) -> jax.Array:
+    """Mean negative log-likelihood in nats of tokens[:, 1:], int32 [batch, time + 1]."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    params = preprocess(hparams, weights, jnp.dtype("float32"), stacked=False)
+    options = serial.ForwardOptions(blocks=AttentionBlocks(inputs.shape[1], inputs.shape[1]))
+    x, _ = serial.forward(hparams, params, inputs, jnp.zeros((), jnp.int32), options=options)
+    logits = unembed(hparams, params, x)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with clipping, at learning rate 1; the unit-variance embedding learns faster."""
+
+    def decayed(weights: Weights) -> dict[str, bool]:
+        return {key: leaf.ndim > 1 and key != "embedding" for key, leaf in weights.items()}
+
+    def boost_embedding(updates: Weights, _: Weights | None = None) -> Weights:
+        return updates | {"embedding": updates["embedding"] * config.embedding_multiplier}
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.98),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        optax.stateless(boost_embedding),
+    )
+
+
+def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
+    """Linear warm-up over steps, then a cosine to a twentieth over progress in 0 … 1."""
+    warm = min(1.0, step / config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * warm * (0.05 + 0.95 * cosine)
+
+
+def windows(tokens: np.ndarray, time: int) -> np.ndarray:
+    """Consecutive windows [n, time + 1] that overlap by one token, so that each token is scored once."""
+    count = (len(tokens) - 1) // time
+    return np.stack([tokens[i * time : (i + 1) * time + 1] for i in range(count)]).astype(np.int32)
+
+
+def evaluate(hparams: HParams, weights: Weights, data: np.ndarray, batch: int) -> float:
+    """Mean nats per token over all full windows of the validation tokens."""
+    losses = []
+    for start in range(0, len(data) - batch + 1, batch):
+        losses.append(float(_loss(hparams, weights, jnp.asarray(data[start : start + batch]))))
+    return float(np.mean(losses))
+
+
+_loss = functools.partial(jax.jit, static_argnums=0)(loss_fn)
+
+
+def save(path: pathlib.Path, weights: Weights, record: dict[str, float]) -> None:
+    """Writes state.npz and record.json, each whole or not at all."""
+    path.mkdir(parents=True, exist_ok=True)
+    partial = path / "state.partial.npz"
+    np.savez(partial, **{key: np.asarray(leaf) for key, leaf in weights.items()})
+    partial.rename(path / "state.npz")
+    (path / "record.json").write_text(json.dumps(record, indent=1))
+
+
+def train(config: TrainConfig, tokens_file: pathlib.Path, out: pathlib.Path) -> None:
+    """Runs the whole training and saves after every evaluation."""
+    hparams, data = palm_shakespeare(), np.load(tokens_file)
+    bytes_per_token = float(data["validation_bytes"]) / len(data["validation"])
+    validation = windows(data["validation"], config.time)
+    corpus, rng = data["train"], np.random.default_rng(config.seed)
+    weights = init_state(hparams, config.seed)
+    transform = optimizer(config)
+    opt_state = transform.init(weights)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(weights: Weights, opt_state: optax.OptState, batch: jax.Array, rate: jax.Array) -> tuple:
+        loss, grads = jax.value_and_grad(functools.partial(loss_fn, hparams))(weights, batch)
+        updates, opt_state = transform.update(grads, opt_state, weights)
+        scaled = jax.tree.map(lambda u: -rate * u, updates)
+        return optax.apply_updates(weights, scaled), opt_state, loss
+
+    began, losses, step, progress = time.time(), [], 0, 0.0
+    while progress < 1.0:
+        step, progress = step + 1, (time.time() - began) / (60 * config.minutes)
+        starts = rng.integers(0, len(corpus) - config.time - 1, config.batch)
+        batch = np.stack([corpus[s : s + config.time + 1] for s in starts]).astype(np.int32)
+        rate = jnp.asarray(learning_rate(config, step, progress), jnp.float32)
+        weights, opt_state, loss = update(weights, opt_state, jnp.asarray(batch), rate)
+        losses.append(float(loss))
+        if step % config.evaluate_every == 0 or progress >= 1.0:
+            nats = evaluate(hparams, weights, validation, config.batch)
+            record = {
+                "step": step,
+                "tokens": step * config.batch * config.time,
+                "seconds": time.time() - began,
+                "train_nats_per_token": float(np.mean(losses[-config.evaluate_every :])),
+                "validation_nats_per_token": nats,
+                "validation_bits_per_byte": nats / math.log(2) / bytes_per_token,
+            }
+            save(out, weights, record)
+            print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=pathlib.Path, required=True, help="tokens.npz of tokenizer_model")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for state.npz and record.json")
+    parser.add_argument("--minutes", type=float, default=TrainConfig.minutes)
+    parser.add_argument("--learning_rate", type=float, default=TrainConfig.learning_rate)
+    parser.add_argument("--evaluate_every", type=int, default=TrainConfig.evaluate_every)
+    args = vars(parser.parse_args())
+    tokens, out = args.pop("tokens"), args.pop("out")
+    train(TrainConfig(**args), tokens, out)
+
+
+if __name__ == "__main__":
+    main()
