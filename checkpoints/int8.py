@@ -48,6 +48,10 @@ class _Scale:
         with self.lock:
             return self.value
 
+    def array(self, shape: tuple[int, ...]) -> LazyArray:
+        """The scale as an array that is computed when read."""
+        return LazyArray(shape, np.dtype(np.float32), lambda box: self.get()[box])
+
     def _amax(self, key: str) -> np.ndarray:
         """max|w| over the summed dims, [output dims] float32."""
         kernel, axes = self.kernels[key], tuple(range(self.contracted[key]))
@@ -61,16 +65,30 @@ class _Scale:
         return amax
 
 
-def _quantized(key: str, scale: _Scale, scale_array: LazyArray) -> QuantizedTensor:
-    """The int8 view of one kernel."""
-    kernel, contracted = scale.kernels[key], scale.contracted[key]
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Quantize:
+    """Read a rectangle of a kernel as int8."""
 
-    def fetch(box: Box) -> np.ndarray:
-        weight = np.asarray(kernel[box]).astype(np.float32)
-        steps = np.expand_dims(scale.get()[box[contracted:]], tuple(range(contracted)))
+    key: str
+    scale: _Scale
+
+    def __call__(self, box: Box) -> np.ndarray:
+        contracted = self.scale.contracted[self.key]
+        weight = np.asarray(self.scale.kernels[self.key][box]).astype(np.float32)
+        steps = np.expand_dims(self.scale.get()[box[contracted:]], tuple(range(contracted)))
         return np.clip(np.rint(weight / steps), -QMAX, QMAX).astype(np.int8)
 
-    return QuantizedTensor(LazyArray(tuple(kernel.shape), np.dtype(np.int8), fetch), scale_array)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Dequantize:
+    """Read a rectangle of an int8 kernel as float32."""
+
+    entry: QuantizedTensor
+
+    def __call__(self, box: Box) -> np.ndarray:
+        contracted = len(self.entry.shape) - len(self.entry.scale.shape)
+        steps = np.expand_dims(np.asarray(self.entry.scale[box[contracted:]]), tuple(range(contracted)))
+        return np.asarray(self.entry.qvalue[box]).astype(np.float32) * steps
 
 
 def _groups(state: CheckpointState) -> list[list[str]]:
@@ -93,10 +111,13 @@ def quantize_state(state: CheckpointState) -> CheckpointState:
     tensors = state_tensors(state.hparams)
     weights: dict[str, Entry] = dict(state.weights)
     for keys in _groups(state):
-        scale = _Scale({key: weights[key] for key in keys}, {key: tensors[key].contracted for key in keys})
+        kernels = {key: dequantize(state.weights[key]) for key in keys}
+        scale = _Scale(kernels, {key: tensors[key].contracted for key in keys})
         shape = tensors[keys[0]].shape(state.hparams)[tensors[keys[0]].contracted :]
-        array = LazyArray(shape, np.dtype(np.float32), lambda box, scale=scale: scale.get()[box])
-        weights |= {key: _quantized(key, scale, array) for key in keys}
+        scale_array = scale.array(shape)
+        for key in keys:
+            value = LazyArray(tuple(kernels[key].shape), np.dtype(np.int8), _Quantize(key, scale))
+            weights[key] = QuantizedTensor(value, scale_array)
     return CheckpointState(state.hparams, weights)
 
 
@@ -104,13 +125,7 @@ def dequantize(entry: Entry) -> ArrayLike:
     """A float32 view of an int8 kernel; a float entry is returned as it is."""
     if not isinstance(entry, QuantizedTensor):
         return entry
-    contracted = len(entry.shape) - len(entry.scale.shape)
-
-    def fetch(box: Box) -> np.ndarray:
-        steps = np.expand_dims(np.asarray(entry.scale[box[contracted:]]), tuple(range(contracted)))
-        return np.asarray(entry.qvalue[box]).astype(np.float32) * steps
-
-    return LazyArray(entry.shape, np.dtype(np.float32), fetch)
+    return LazyArray(entry.shape, np.dtype(np.float32), _Dequantize(entry))
 
 
 def shared_output_scale(weights: Mapping[str, Entry], layer: int) -> ArrayLike:

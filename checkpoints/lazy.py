@@ -93,32 +93,66 @@ def _as_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, frozenset[int]]:
     return tuple(box), frozenset(dropped)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Slice:
+    """Read rows start… of one dim."""
+
+    array: ArrayLike
+    axis: int
+    start: int
+
+    def __call__(self, box: Box) -> np.ndarray:
+        part = slice(box[self.axis].start + self.start, box[self.axis].stop + self.start)
+        return np.asarray(self.array[box[: self.axis] + (part,) + box[self.axis + 1 :]])
+
+
 def sliced(array: ArrayLike, axis: int, start: int, stop: int) -> LazyArray:
     """The elements start to stop (exclusive) of one dim, as a view."""
     size = array.shape[axis]
     if not 0 <= start <= stop <= size:
         raise IndexError(f"{start}:{stop} is outside dim {axis} of size {size}")
-    shape = array.shape[:axis] + (stop - start,) + array.shape[axis + 1 :]
+    shape = tuple(array.shape[:axis]) + (stop - start,) + tuple(array.shape[axis + 1 :])
+    return LazyArray(shape, array.dtype, _Slice(array, axis, start))
 
-    def fetch(box: Box) -> np.ndarray:
-        part = slice(box[axis].start + start, box[axis].stop + start)
-        return np.asarray(array[box[:axis] + (part,) + box[axis + 1 :]])
 
-    return LazyArray(shape, array.dtype, fetch)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Transpose:
+    """Read with the dims in another order."""
+
+    array: ArrayLike
+    order: tuple[int, ...]
+
+    def __call__(self, box: Box) -> np.ndarray:
+        base: list[slice] = [slice(None)] * len(self.order)
+        for part, axis in zip(box, self.order, strict=True):
+            base[axis] = part
+        return np.asarray(self.array[tuple(base)]).transpose(self.order)
 
 
 def transposed(array: ArrayLike, order: tuple[int, ...]) -> LazyArray:
     """The dims in another order, as `numpy.transpose`, as a view."""
     if sorted(order) != list(range(len(array.shape))):
         raise IndexError(f"{order} is not an order of the dims of {array.shape}")
+    shape = tuple(array.shape[axis] for axis in order)
+    return LazyArray(shape, array.dtype, _Transpose(array, order))
 
-    def fetch(box: Box) -> np.ndarray:
-        base: list[slice] = [slice(None)] * len(order)
-        for part, axis in zip(box, order, strict=True):
-            base[axis] = part
-        return np.asarray(array[tuple(base)]).transpose(order)
 
-    return LazyArray(tuple(array.shape[axis] for axis in order), array.dtype, fetch)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Split:
+    """Read one dim as several; whole in the inner ones, then cut."""
+
+    array: ArrayLike
+    axis: int
+    sizes: tuple[int, ...]
+
+    def __call__(self, box: Box) -> np.ndarray:
+        axis, end = self.axis, self.axis + len(self.sizes)
+        inner = math.prod(self.sizes[1:])
+        rows = slice(box[axis].start * inner, box[axis].stop * inner)
+        read = np.asarray(self.array[box[:axis] + (rows,) + box[end:]])
+        split = (box[axis].stop - box[axis].start,) + self.sizes[1:]
+        read = read.reshape(read.shape[:axis] + split + read.shape[axis + 1 :])
+        return read[(slice(None),) * (axis + 1) + box[axis + 1 : end]]
 
 
 def split_dim(array: ArrayLike, axis: int, sizes: tuple[int, ...]) -> LazyArray:
@@ -128,20 +162,5 @@ def split_dim(array: ArrayLike, axis: int, sizes: tuple[int, ...]) -> LazyArray:
     """
     if math.prod(sizes) != array.shape[axis]:
         raise IndexError(f"dim {axis} of size {array.shape[axis]} does not split into {sizes}")
-    inner = math.prod(sizes[1:])
-    shape = array.shape[:axis] + sizes + array.shape[axis + 1 :]
-
-    def fetch(box: Box) -> np.ndarray:
-        before, parts, after = box[:axis], box[axis : axis + len(sizes)], box[axis + len(sizes) :]
-        outer = slice(parts[0].start * inner, parts[0].stop * inner)
-        read = np.asarray(array[before + (outer,) + after])
-        split = (parts[0].stop - parts[0].start,) + sizes[1:]
-        read = read.reshape(read.shape[:axis] + split + read.shape[axis + 1 :])
-        return read[(slice(None),) * (axis + 1) + parts[1:]]
-
-    return LazyArray(shape, array.dtype, fetch)
-
-
-def mapped(array: ArrayLike, function: Callable[[np.ndarray], np.ndarray], dtype: np.dtype) -> LazyArray:
-    """An elementwise function of an array, applied when read."""
-    return LazyArray(array.shape, dtype, lambda box: function(np.asarray(array[box])).astype(dtype))
+    shape = tuple(array.shape[:axis]) + sizes + tuple(array.shape[axis + 1 :])
+    return LazyArray(shape, array.dtype, _Split(array, axis, sizes))

@@ -11,17 +11,18 @@ checksum verified, when a rectangle of it is asked for.
 Worked example: `w::4.gamma` with header float32 [48] has 128 header bytes and 192 data bytes.
 """
 
+import dataclasses
 import json
 import math
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from checkpoints.lazy import Box, LazyArray
+from checkpoints.lazy import LazyArray
 from checkpoints.named_arrays import NamedArrays
 from layers.errors import UserError
 
@@ -57,47 +58,56 @@ def read_npz(path: Path) -> NamedArrays:
     return NamedArrays(str(path), arrays, _config(path, members))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    """What a member's NumPy header says, and how long it is."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype
+    size: int
+
+
 def _lazy_member(path: Path, member: zipfile.ZipInfo) -> LazyArray:
     """One member as an array that is read when asked for."""
-    shape, _, dtype = _header(path, member)
-
-    def fetch(box: Box) -> np.ndarray:
-        return _read_member(path, member)[box]
-
-    return LazyArray(shape, dtype, fetch)
+    header = _header(path, member)
+    return LazyArray(header.shape, header.dtype, lambda box: _read_member(path, member)[box])
 
 
-def _header(path: Path, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, order and dtype of a member, which must fit its size."""
+def _header(path: Path, member: zipfile.ZipInfo) -> _Header:
+    """A member's header, which must account for all of its bytes."""
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-            shape, fortran, dtype = _parse_header(stream)
-            data = member.file_size - stream.tell()
+        with zipfile.ZipFile(path) as archive:
+            header = _parse_header(archive, member)
     except _BROKEN as error:
         raise UserError(f"{path}: {member.filename} is not a NumPy array ({_first_line(error)})") from None
-    if dtype.hasobject or dtype.kind == "V":
-        raise UserError(f"{path}: {member.filename} has dtype {dtype}, expected numbers")
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != data:
+    if header.dtype.hasobject or header.dtype.kind == "V":
+        raise UserError(f"{path}: {member.filename} has dtype {header.dtype}, expected numbers")
+    data = member.file_size - header.size
+    if min(header.shape, default=0) < 0 or math.prod(header.shape) * header.dtype.itemsize != data:
         raise UserError(
-            f"{path}: {member.filename} claims {list(shape)} of {dtype}, but holds {data} bytes of data"
+            f"{path}: {member.filename} claims {list(header.shape)} of {header.dtype}, "
+            f"but holds {data} bytes of data"
         )
-    return shape, fortran, dtype
+    return header
 
 
-def _parse_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(stream)
-    if version not in _HEADERS:
-        raise ValueError(f"format version {version}")
-    return _HEADERS[version](stream)
+def _parse_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Header:
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version not in _HEADERS:
+            raise ValueError(f"format version {version}")
+        return _Header(*_HEADERS[version](stream), stream.tell())
 
 
 def _read_member(path: Path, member: zipfile.ZipInfo) -> np.ndarray:
     """All of one member; the zip reader verifies its checksum at the end."""
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-            shape, fortran, dtype = _parse_header(stream)
-            data = stream.read()
-        return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+        with zipfile.ZipFile(path) as archive:
+            header = _parse_header(archive, member)
+            data = archive.read(member)
+        flat = np.frombuffer(data, header.dtype, offset=header.size)
+        return flat.reshape(header.shape, order="F" if header.fortran else "C")
     except _BROKEN as error:
         raise UserError(f"{path}: {member.filename} is damaged ({_first_line(error)})") from None
 
@@ -111,9 +121,9 @@ def _config(path: Path, members: list[zipfile.ZipInfo]) -> Mapping[str, Any]:
         raise UserError(
             f"{path}: {CONFIG} has {member.file_size} bytes, expected at most {_MAX_CONFIG_BYTES}"
         )
-    shape, _, dtype = _header(path, member)
-    if shape != () or dtype.kind != "U":
-        raise UserError(f"{path}: {CONFIG} is {dtype} {list(shape)}, expected one JSON text")
+    header = _header(path, member)
+    if header.shape != () or header.dtype.kind != "U":
+        raise UserError(f"{path}: {CONFIG} is {header.dtype} {list(header.shape)}, expected one JSON text")
     try:
         config = json.loads(str(_read_member(path, member)[()]))
     except ValueError as error:

@@ -19,6 +19,8 @@ Worked example: a float32 `layer_0/w0` [4096, 16384] is 256 MiB in chunks of at 
 8 chips with ff sharded, each chip's [4096, 2048] is read from the chunks that overlap it.
 """
 
+import dataclasses
+import functools
 import math
 import shutil
 import threading
@@ -222,27 +224,34 @@ def _lazy_leaf(item: Path, key: str, leaf: Any, context: ts.Context) -> LazyArra
     """One stored array; its store is opened at the first read and kept open."""
     if not isinstance(leaf, ocp.metadata.ArrayMetadata):
         raise UserError(f"{item}: {key} is no array")
-    spec = {
-        "driver": "zarr",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{item}/"},
-            "path": f"{leaf.name}/",
-        },
-    }
-    lock = threading.Lock()
-    opened: list[ts.TensorStore] = []
-
-    def fetch(box: Box) -> np.ndarray:
-        try:
-            with lock:
-                if not opened:
-                    opened.append(ts.open(spec, read=True, open=True, context=context).result())
-            return opened[0][box].read().result()
-        except Exception as error:  # storage raises what it likes on damage
-            raise UserError(f"{item}: {key} cannot be read ({_first_line(error)})") from None
-
+    fetch = _StoredArray(item, key, str(leaf.name), context)
     return LazyArray(tuple(leaf.shape), np.dtype(leaf.dtype), fetch)
+
+
+@dataclasses.dataclass(eq=False)
+class _StoredArray:
+    """Read a rectangle of one stored array; its store is opened at the first read and kept open."""
+
+    item: Path
+    key: str
+    name: str
+    context: ts.Context
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def store(self) -> ts.TensorStore:
+        """The open store."""
+        base = {"driver": "file", "path": f"{self.item}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{self.name}/"}
+        return ts.open({"driver": "zarr", "kvstore": kvstore}, read=True, context=self.context).result()
+
+    def __call__(self, box: Box) -> np.ndarray:
+        try:
+            with self.lock:
+                store = self.store
+            return store[box].read().result()
+        except Exception as error:  # storage raises what it likes on damage
+            raise UserError(f"{self.item}: {self.key} cannot be read ({_first_line(error)})") from None
 
 
 def _first_line(error: BaseException) -> str:

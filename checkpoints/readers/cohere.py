@@ -36,9 +36,7 @@ _LINEAR_BIASES = {"q": Bias.Q, "k": Bias.K, "v": Bias.V, "o": Bias.O}
 
 
 def matches(named: NamedArrays) -> bool:
-    """Whether the config says Cohere, or the names are those of its parallel block with one norm."""
-    if named.config.get("model_type") is not None:
-        return bool(named.config["model_type"] == "cohere")
+    """Whether the names are those of this family: gated, with one norm for each block."""
     has = {"model.embed_tokens.weight", f"{_PREFIX}mlp.gate_proj.weight"} <= named.arrays.keys()
     return has and f"{_PREFIX}post_attention_layernorm.weight" not in named.arrays
 

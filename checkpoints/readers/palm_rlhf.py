@@ -13,12 +13,11 @@ Worked example: `layers.2.fn.ff_out.2.weight` [48, 192] is `layer_2/w2` [192, 48
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from checkpoints.key_table import KeyTable, Part, Rule, apply_table, count_layers
-from checkpoints.lazy import ArrayLike, Box, LazyArray
+from checkpoints.lazy import ArrayLike
 from checkpoints.named_arrays import NamedArrays
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.palm_common import FUSED_PARTS, is_tied, palm_hparams
@@ -40,8 +39,8 @@ def key_table(hparams: HParams) -> KeyTable:
     """The layout of a model of this form."""
     output = Rule("to_logits.weight", (Part("lm_head", "vocab"),), "embed")
     qk_norm = (
-        Rule("layers.{i}.fn.q_scale", (Part("q_norm_gain", "qkv", _length_gain("heads")),)),
-        Rule("layers.{i}.fn.k_scale", (Part("k_norm_gain", "qkv", _length_gain("kv_heads")),)),
+        Rule("layers.{i}.fn.q_scale", (Part("q_norm_gain", "qkv", _LengthGain("heads")),)),
+        Rule("layers.{i}.fn.k_scale", (Part("k_norm_gain", "qkv", _LengthGain("kv_heads")),)),
     )
     return KeyTable(
         rules=(
@@ -99,16 +98,12 @@ def _gain_offset(named: NamedArrays, options: ReaderOptions) -> int:
     return int(offset)
 
 
-def _length_gain(dim: str) -> Callable[[ArrayLike, HParams], ArrayLike]:
-    """How a per-width scale of a length-normalised head becomes an RMS gain for each head."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LengthGain:
+    """Turn a scale of length-normalised heads, one for each width, into an RMS gain for each head."""
 
-    def convert(scale: ArrayLike, hparams: HParams) -> ArrayLike:
-        heads = getattr(hparams, dim)
+    dim: str
 
-        def fetch(box: Box) -> np.ndarray:
-            row = np.asarray(scale[box[1]]).astype(np.float32) / np.float32(math.sqrt(hparams.qkv))
-            return np.broadcast_to(row, (box[0].stop - box[0].start, row.shape[0]))
-
-        return LazyArray((heads, hparams.qkv), np.dtype(np.float32), fetch)
-
-    return convert
+    def __call__(self, scale: ArrayLike, hparams: HParams) -> ArrayLike:
+        row = np.asarray(scale[...]).astype(np.float32) / np.float32(math.sqrt(hparams.qkv))
+        return np.broadcast_to(row, (getattr(hparams, self.dim), hparams.qkv))

@@ -22,32 +22,34 @@ class Reader:
 
     Attributes:
       name: what people call it.
-      matches: whether names and config are this family's; reads no element.
+      model_type: the value of its config's `model_type`, if it has such configs.
+      matches: whether the names are this family's; reads no element.
       read: the neutral state of a checkpoint that matches.
     """
 
     name: str
+    model_type: str | None
     matches: Callable[[NamedArrays], bool]
     read: Callable[[NamedArrays, ReaderOptions], CheckpointState]
 
 
 READERS: tuple[Reader, ...] = (
-    Reader("PaLM-pytorch", palm_pytorch.matches, palm_pytorch.read),
-    Reader("PaLM-rlhf-pytorch", palm_rlhf.matches, palm_rlhf.read),
-    Reader("Cohere", cohere.matches, cohere.read),
+    Reader("PaLM-pytorch", None, palm_pytorch.matches, palm_pytorch.read),
+    Reader("PaLM-rlhf-pytorch", None, palm_rlhf.matches, palm_rlhf.read),
+    Reader("Cohere", "cohere", cohere.matches, cohere.read),
 )
 
 
 def find_reader(named: NamedArrays) -> Reader:
-    """The reader of a checkpoint's family.
+    """The reader of a checkpoint's family: by the config's model type where it has one, else by names.
 
     Raises UserError that names what is there and the families that are supported.
     """
-    for reader in READERS:
-        if reader.matches(named):
-            return reader
     supported = ", ".join(reader.name for reader in READERS)
     model_type = named.config.get("model_type")
+    for reader in READERS:
+        if reader.matches(named) if model_type is None else reader.model_type == model_type:
+            return reader
     if model_type is not None:
         raise UserError(
             f"{named.source}: model type {str(model_type)[:60]!r} is not supported; supported: {supported}"
