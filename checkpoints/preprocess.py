@@ -9,6 +9,8 @@ Folding happens here, once, and is exact algebra up to float32 rounding:
            norms with a bias, nor for int8, whose values were rounded without it: those stay at run time.
 On int8 weights the column constants multiply the scales.
 
+Fusing, chunking and the padding and order of heads are the storage's (`checkpoints.storage`).
+
 Everything is `jnp` on the leaves of one layer at a time: a loader jits it into target shardings, a
 training loop differentiates through it.
 
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints.state import QuantizedTensor
+from checkpoints.storage import OneDevice, Storage
 from layers.hparams import Activation, HParams, NormPlacement
 from layers.norm import NormParams
 from layers.numerics import LOG2_E, SWISH_FOLD
@@ -28,6 +31,8 @@ from layers.params import LayerParams, Params
 from layers.quantization import Int8Weight, Weight
 
 Leaves = Mapping[str, jax.Array | QuantizedTensor]
+
+ONE_DEVICE = OneDevice()
 
 
 def query_constant(hparams: HParams) -> float:
@@ -50,23 +55,6 @@ def _times_columns(weight: Weight, constant: float) -> Weight:
 
 def _times_rows(weight: Weight, gain: jax.Array | None) -> Weight:
     return weight if gain is None else weight * gain[:, None]
-
-
-def _beside(parts: Sequence[Weight]) -> Weight:
-    """Matrices that read the same input, next to each other."""
-    if isinstance(parts[0], Int8Weight):
-        return Int8Weight(
-            jnp.concatenate([part.qvalue for part in parts], axis=1),
-            jnp.concatenate([part.scale for part in parts]),
-        )
-    return jnp.concatenate(parts, axis=1)
-
-
-def _below(attention: Weight, ff: Weight) -> Weight:
-    """Matrices whose outputs are added, above each other; int8 ones have equal scales (state.py)."""
-    if isinstance(attention, Int8Weight):
-        return Int8Weight(jnp.concatenate([attention.qvalue, ff.qvalue], axis=0), attention.scale)
-    return jnp.concatenate([attention, ff], axis=0)
 
 
 def _stored(weight: Weight, dtype: jnp.dtype) -> Weight:
@@ -102,7 +90,7 @@ class _Layer:
         weight = _matrix(self.leaves[name], rows)
         return _times_columns(_times_rows(weight, gain), constant)
 
-    def biases(self, *terms: tuple[str, float, int]) -> jax.Array | None:
+    def biases(self, storage: Storage, *terms: tuple[str, float, int]) -> jax.Array | None:
         """Biases next to each other as (name, constant, width); zeros for those absent, None if all are."""
         if not any(name in self.leaves for name, _, _ in terms):
             return None
@@ -110,7 +98,7 @@ class _Layer:
         for name, constant, width in terms:
             bias = self.vector(name)
             parts.append(jnp.zeros((width,)) if bias is None else jnp.reshape(bias, -1) * constant)
-        return jnp.concatenate(parts)
+        return storage.vectors(parts)
 
     def summed_biases(self, *names: str) -> jax.Array | None:
         """The sum of the biases that there are."""
@@ -118,11 +106,14 @@ class _Layer:
         return sum(present[1:], present[0]) if present else None
 
 
-def preprocess_layer(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> LayerParams:
-    """One layer's neutral leaves (short names, `q`, `w0`, …) → its `LayerParams` on one device.
+def preprocess_layer(
+    hparams: HParams, leaves: Leaves, dtype: jnp.dtype, storage: Storage = ONE_DEVICE
+) -> LayerParams:
+    """One layer's neutral leaves (short names, `q`, `w0`, …) → its `LayerParams` in a storage's order.
 
     Float kernels come out in `dtype`; int8 ones stay int8. Norm gains, biases and scales are float32.
     """
+    hparams, leaves = storage.arrange_heads(hparams, leaves)
     layer = _Layer(hparams, leaves)
     width, kv_width = hparams.heads * hparams.qkv, hparams.kv_heads * hparams.qkv
     constant = query_constant(hparams)
@@ -132,7 +123,7 @@ def preprocess_layer(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> Laye
     ff_gain = gain if hparams.norm_placement is NormPlacement.SHARED else layer.folded_gain("norm2")
 
     q = layer.kernel("q", hparams.embed, gain, on_q)
-    kv = _beside([layer.kernel(name, hparams.embed, gain) for name in ("k", "v")])
+    kv = ONE_DEVICE.beside([layer.kernel(name, hparams.embed, gain) for name in ("k", "v")])
     w0 = layer.kernel("w0", hparams.embed, ff_gain, on_w0)
     ff_in = [w0, layer.kernel("w1", hparams.embed, ff_gain)] if hparams.act.gated else [w0]
     o, w2 = layer.kernel("o", width), layer.kernel("w2", hparams.ff)
@@ -140,16 +131,16 @@ def preprocess_layer(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> Laye
     q_bias = ("q_bias", on_q, width)
     ff_biases = [("w0_bias", on_w0, hparams.ff), ("w1_bias", 1.0, hparams.ff)][: len(ff_in)]
     kv_biases = [("k_bias", 1.0, kv_width), ("v_bias", 1.0, kv_width)]
-    norms = {"norm": layer.kept_norm("norm"), "bkv": layer.biases(*kv_biases)}
+    norms = {"norm": layer.kept_norm("norm"), "bkv": layer.biases(ONE_DEVICE, *kv_biases)}
     if hparams.qk_norm is not None:
         norms["q_norm"] = NormParams(layer.vector("q_norm_gain") * constant)
         norms["k_norm"] = NormParams(layer.vector("k_norm_gain"))
     if hparams.fused:
         return LayerParams(
-            wi=_stored(_beside([q, *ff_in]), dtype),
+            wi=_stored(storage.beside([q, *ff_in]), dtype),
             wkv=_stored(kv, dtype),
-            wo=_stored(_below(o, w2), dtype),
-            bi=layer.biases(q_bias, *ff_biases),
+            wo=_stored(storage.below([o, w2]), dtype),
+            bi=layer.biases(storage, q_bias, *ff_biases),
             bo=layer.summed_biases("o_bias", "w2_bias"),
             **norms,
         )
@@ -158,20 +149,22 @@ def preprocess_layer(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> Laye
     if hparams.norm_placement is NormPlacement.PRE_AND_POST:
         norms |= {name: layer.norm(name) for name in ("post_norm", "post_norm2")}
     return LayerParams(
-        wi=_stored(q, dtype),
+        wi=_stored(storage.beside([q]), dtype),
         wkv=_stored(kv, dtype),
-        wo=_stored(o, dtype),
-        wi_ff=_stored(_beside(ff_in), dtype),
-        wo_ff=_stored(w2, dtype),
-        bi=layer.biases(q_bias),
+        wo=_stored(storage.below([o]), dtype),
+        wi_ff=_stored(storage.beside(ff_in), dtype),
+        wo_ff=_stored(storage.below([w2]), dtype),
+        bi=layer.biases(storage, q_bias),
         bo=layer.summed_biases("o_bias"),
-        bi_ff=layer.biases(*ff_biases),
+        bi_ff=layer.biases(storage, *ff_biases),
         bo_ff=layer.summed_biases("w2_bias"),
         **norms,
     )
 
 
-def preprocess_ends(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> dict[str, jax.Array | NormParams]:
+def preprocess_ends(
+    hparams: HParams, leaves: Leaves, dtype: jnp.dtype, storage: Storage = ONE_DEVICE
+) -> dict[str, jax.Array | NormParams]:
     """What of `Params` is not a layer: embedding, final norm, lm_head and its bias.
 
     Embedding and lm_head are float in every weights dtype, `dtype` says which.
@@ -181,11 +174,12 @@ def preprocess_ends(hparams: HParams, leaves: Leaves, dtype: jnp.dtype) -> dict[
         gain.astype(jnp.float32) + float(hparams.norm_gain_offset),
         None if bias is None else bias.astype(jnp.float32),
     )
-    ends = {"embedding": leaves["embedding"].astype(dtype), "final_norm": final_norm}
+    embedding = storage.pad_vocab(leaves["embedding"], 0).astype(dtype)
+    ends = {"embedding": embedding, "final_norm": final_norm}
     if "lm_head" in leaves:
-        ends["lm_head"] = leaves["lm_head"].astype(dtype)
+        ends["lm_head"] = storage.pad_vocab(leaves["lm_head"], 1).astype(dtype)
     if "lm_head_bias" in leaves:
-        ends["lm_head_bias"] = leaves["lm_head_bias"].astype(jnp.float32)
+        ends["lm_head_bias"] = storage.pad_vocab(leaves["lm_head_bias"], 0).astype(jnp.float32)
     return ends
 
 
@@ -200,12 +194,15 @@ def stack_layers(layers: Sequence[LayerParams]) -> LayerParams:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def preprocess(hparams: HParams, weights: Leaves, dtype: jnp.dtype, *, stacked: bool) -> Params:
+def preprocess(
+    hparams: HParams, weights: Leaves, dtype: jnp.dtype, *, stacked: bool, storage: Storage = ONE_DEVICE
+) -> Params:
     """The whole neutral state at once, for tracing (training) and tests; loaders go layer by layer."""
     ends = {key: leaf for key, leaf in weights.items() if "/" not in key}
     layers = tuple(
-        preprocess_layer(hparams, layer_leaves(weights, index), dtype) for index in range(hparams.layers)
+        preprocess_layer(hparams, layer_leaves(weights, index), dtype, storage)
+        for index in range(hparams.layers)
     )
     return Params(
-        layers=stack_layers(layers) if stacked else layers, **preprocess_ends(hparams, ends, dtype)
+        layers=stack_layers(layers) if stacked else layers, **preprocess_ends(hparams, ends, dtype, storage)
     )

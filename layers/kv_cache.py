@@ -11,12 +11,12 @@ Worked example: 8 layers, 4 slots, multiquery with 1 kv head of 64 and 512 posit
 2 · 8 · 4 · 1 · 512 · 64 · 4 bytes = 8 MiB.
 """
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-from layers.hparams import HParams
 
 Leaf = jax.Array | tuple[jax.Array, ...]
 
@@ -74,6 +74,16 @@ def _write_layer(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, s
     return leaf.at[(*lead, rows, slice(None), times)].set(new, mode="drop")
 
 
+class CacheShape(NamedTuple):
+    """Sizes of a whole cache: on a mesh with padded rows, and with kv heads once for each chip that has them."""
+
+    layers: int
+    batch: int
+    kv_heads: int
+    time: int
+    qkv: int
+
+
 @flax.struct.dataclass
 class KVCache:
     """k and v, stacked `[layers, batch, kv_heads, time, qkv]` or a tuple of layers without that dim."""
@@ -82,13 +92,12 @@ class KVCache:
     v: Leaf
 
     @classmethod
-    def zeros(cls, hparams: HParams, batch: int, time: int, dtype: jnp.dtype, *, stacked: bool) -> "KVCache":
-        """An empty cache for `batch` rows of `time` positions."""
-        shape = (batch, hparams.kv_heads, time, hparams.qkv)
+    def zeros(cls, shape: CacheShape, dtype: jnp.dtype, *, stacked: bool) -> "KVCache":
+        """An empty cache."""
+        row = (shape.batch, shape.kv_heads, shape.time, shape.qkv)
         if stacked:
-            shape = (hparams.layers, *shape)
-            return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(hparams.layers)) for _ in range(2))
+            return cls(jnp.zeros((shape.layers, *row), dtype), jnp.zeros((shape.layers, *row), dtype))
+        k, v = (tuple(jnp.zeros(row, dtype) for _ in range(shape.layers)) for _ in range(2))
         return cls(k, v)
 
     @property

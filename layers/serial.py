@@ -68,9 +68,11 @@ def forward(
     positions = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None, :]
     step = _Tokens(positions, start, rope_phases(hparams, positions))
     x = embed(hparams, params, tokens, jnp.dtype(options.activation_dtype))
-    windows = _window_table(hparams)
+    windows = window_table(hparams)
 
-    def layer(index: int | jax.Array, x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
+    def layer(
+        index: int | jax.Array, x: jax.Array, cache: KVCache | None
+    ) -> tuple[jax.Array, KVCache | None]:
         window = None if windows is None else jnp.asarray(windows)[index]
         weights = layer_params(params.layers, index)
         return _layer(hparams, options, weights, x, cache, step, index=index, window=window)
@@ -82,7 +84,7 @@ def forward(
     return jax.lax.fori_loop(0, hparams.layers, lambda index, carry: layer(index, *carry), (x, cache))
 
 
-def _window_table(hparams: HParams) -> np.ndarray | None:
+def window_table(hparams: HParams) -> np.ndarray | None:
     """Window of each layer as int32, with the largest int where a layer sees everything."""
     if all(window is None for window in hparams.windows):
         return None

@@ -1,0 +1,170 @@
+"""The model on a mesh: the only `shard_map` boundary of a model step, whatever the layout.
+
+`MeshModel` says how a model's weights, cache and logits lie on a mesh; its `forward` and `logits` run inside
+the boundary that `sharded` opens, on one chip's arrays. A step (inference_engine.steps) puts what it does
+with the logits, sampling say, inside the same boundary, so that no step gathers batch × vocab.
+
+Data flow, inside the boundary:
+  tokens [batch, time] → embedding vocab.YZ, embed.X → residual → layers → final norm
+  → logits [batch, time, vocab.YZX]
+
+Worked example: the default checkpoint on 2,2,2 in 2D with AXES_YZX and 3 slots: the cache has 8 rows, 5 of
+them padding, one a chip; the logits of a step are [3, 1, 256] a chip.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from layers.attn_all_to_all import my_rows
+from layers.head_order import kv_slots, padded_batch, padded_heads
+from layers.hparams import HParams
+from layers.kv_cache import CacheShape, KVCache
+from layers.layout import CHUNK_AXES, ShardingConfig
+from layers.mesh_shape import MeshShape
+from layers.numerics import softcap
+from layers.params import LayerParams, Params
+from layers.rope import rope_phases
+from layers.serial import ForwardOptions, window_table
+from layers.sharded_layer import ShardedLayer, StepTokens
+from layers.sharded_ops import local_part, sharded_norm
+from layers.weight_stationary import OPS, StationaryOps
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshModel:
+    """A model's form, a mesh, and how the one lies on the other.
+
+    Attributes:
+      hparams: the model as it is, heads not padded.
+      shape, mesh: axis sizes and devices.
+      sharding: layout, all-to-all and collectives.
+      options: dtype of activations and attention's blocks.
+    """
+
+    hparams: HParams
+    shape: MeshShape
+    mesh: Mesh
+    sharding: ShardingConfig
+    options: ForwardOptions = ForwardOptions()
+
+    @functools.cached_property
+    def padded(self) -> HParams:
+        """The model with the mesh's padded heads."""
+        heads = padded_heads(self.hparams, *self.shape.sizes)
+        return dataclasses.replace(self.hparams, heads=heads.heads, kv_heads=heads.kv_heads)
+
+    @property
+    def ops(self) -> StationaryOps:
+        """The layout's projections."""
+        return OPS[self.sharding.layout](self.sharding.collectives)
+
+    @property
+    def padded_vocab(self) -> int:
+        """The vocabulary rounded up to a multiple of the chips."""
+        return -(-self.hparams.vocab // self.shape.size) * self.shape.size
+
+    def cache_shape(self, rows: int, time: int) -> CacheShape:
+        """The whole cache's sizes for `rows` sequences."""
+        return CacheShape(
+            layers=self.hparams.layers,
+            batch=padded_batch(rows, self.sharding.batch_shards(self.shape)),
+            kv_heads=kv_slots(self.padded.kv_heads, self.sharding.head_shards(self.shape)),
+            time=time,
+            qkv=self.hparams.qkv,
+        )
+
+    def sharded(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` of one chip's arrays as a function of whole arrays."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch time"],
+        start: Int[Array, "*rows"],
+        cache: KVCache,
+    ) -> tuple[jax.Array, KVCache]:
+        """One chip's residual after the last layer, and its cache; see `serial.forward` for the arguments.
+
+        tokens and start are the same on all chips.
+        """
+        hparams, dtype = self.padded, jnp.dtype(self.options.activation_dtype)
+        step = self._step_tokens(tokens, start)
+        x = self._embed(params, tokens, dtype)
+        windows = window_table(hparams)
+
+        def layer(
+            index: int | jax.Array,
+            weights: LayerParams,
+            stacked_at: jax.Array | None,
+            x: jax.Array,
+            cache: KVCache,
+        ) -> tuple[jax.Array, KVCache]:
+            block = ShardedLayer(
+                hparams, self.ops, self.sharding.attn_all_to_all, self.options.blocks, weights, stacked_at
+            )
+            window = None if windows is None else jnp.asarray(windows)[index]
+            return block(x, cache, step, cache_layer=index, window=window)
+
+        if isinstance(params.layers, tuple):
+            for index, weights in enumerate(params.layers):
+                x, cache = layer(index, weights, None, x, cache)
+            return x, cache
+        stack = params.layers
+        return lax.fori_loop(
+            0, hparams.layers, lambda index, carry: layer(index, stack, index, *carry), (x, cache)
+        )
+
+    def _step_tokens(self, tokens: jax.Array, start: jax.Array) -> StepTokens:
+        """Positions and phases of all rows and of attention's rows."""
+        setting, (batch, time) = self.sharding.attn_all_to_all, tokens.shape
+        first = jnp.broadcast_to(start, (batch,)) if start.ndim == 0 else start
+        offsets = jnp.arange(time, dtype=jnp.int32)[None, :]
+        positions, mine = first[:, None] + offsets, my_rows(first, setting)
+        my_positions = mine[:, None] + offsets
+        return StepTokens(
+            start=start if start.ndim == 0 else mine,
+            positions=my_positions,
+            q_phases=rope_phases(self.hparams, positions),
+            k_phases=rope_phases(self.hparams, my_positions),
+        )
+
+    def _embed(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Rows of the vocabulary shards, in the residual's sharding."""
+        table = params.embedding  # [vocab.YZ, embed.X]
+        local = tokens - lax.axis_index(("y", "z")) * table.shape[0]
+        held = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, jnp.where(held, local, 0), axis=0).astype(dtype)
+        rows = jnp.where(held[:, :, None], rows, jnp.zeros_like(rows))  # {y, z unreduced}
+        x = self.ops.reduce_embedding(rows)
+        scale = self.hparams.embed_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, dtype)
+
+    def logits(self, params: Params, x: jax.Array) -> Float[Array, "batch time vocab"]:
+        """Float32 logits of this chip's part of the vocabulary (in y, z, x order) from its residual."""
+        hparams = self.hparams
+        gathered = self.ops.gather(x)  # [batch, time, embed.X]
+        n = sharded_norm(gathered, params.final_norm, hparams.norm, hparams.norm_eps, ("x",))
+        equation, table = ("bte,ve->btv", params.embedding)
+        if params.lm_head is not None:
+            equation, table = ("bte,ev->btv", params.lm_head)
+        partial = jnp.einsum(equation, n, table.astype(n.dtype), preferred_element_type=jnp.float32)
+        # [batch, time, vocab.YZ] {x unreduced} → vocab.YZX; logits always travel in float32
+        logits = lax.psum_scatter(partial, "x", scatter_dimension=2, tiled=True) * hparams.logits_multiplier
+        if params.lm_head_bias is not None:
+            bias = local_part(params.lm_head_bias.astype(jnp.float32), CHUNK_AXES, 0)
+            logits = logits + bias[None, None, :] * hparams.logits_multiplier
+        return softcap(logits, hparams.logit_softcap)
+
+
+LOGITS_SPEC = P(None, None, CHUNK_AXES)
+"""[batch, time, vocab] as `MeshModel.logits` leaves it."""
