@@ -11,19 +11,25 @@ Worked example: PaLM 8B in bfloat16 ends as 17.3 GB; while loading, one float32 
 
 import dataclasses
 import enum
-import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from checkpoints.int8 import quantize_state
 from checkpoints.preprocess import layer_leaves, preprocess_ends, preprocess_layer
 from checkpoints.state import CheckpointState, Entry, QuantizedTensor
+from checkpoints.storage import ChunkMajor, OneDevice, Storage
 from layers.errors import UserError
 from layers.hparams import HParams
+from layers.layout import Layout
+from layers.mesh_shape import MeshShape
+from layers.norm import NormParams
 from layers.params import LayerParams, Params
+from layers.partitioning import check_model, param_specs, shardings
 
 
 class WeightsDtype(enum.Enum):
@@ -40,18 +46,43 @@ class WeightsDtype(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshPlacement:
+    """Where on a mesh, and in which layout's order, weights are to be."""
+
+    layout: Layout
+    shape: MeshShape
+    mesh: Mesh
+
+
+@dataclasses.dataclass(frozen=True)
 class LoadOptions:
     """How to hold a model.
 
     Attributes:
       weights: dtype of the kernels.
       stacked: layers in one stack with a loop over them, or one by one and unrolled.
+      placement: None for the default device.
     """
 
     weights: WeightsDtype = WeightsDtype.FLOAT32
     stacked: bool = True
+    placement: MeshPlacement | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """The order of the matrices."""
+        if self.placement is None:
+            return OneDevice()
+        return ChunkMajor(self.placement.layout, self.placement.shape)
+
+    def shardings(self, params: Params) -> Params | None:
+        """Where each leaf of `params` (arrays or shapes) is to be; None for the default device."""
+        if self.placement is None:
+            return None
+        return shardings(self.placement.mesh, param_specs(params, self.placement.layout))
 
 
+Pair = tuple[jax.Array, jax.Array]
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
 
@@ -63,7 +94,7 @@ def _ignore(done: int, total: int) -> None:
 def load_params(
     state: CheckpointState, options: LoadOptions = LoadOptions(), progress: Progress = _ignore
 ) -> Params:
-    """Reads, folds and fuses a model onto the default device.
+    """Reads, folds and fuses a model into its place.
 
     Raises UserError for int8 kernels asked for in a float dtype: rounding cannot be undone.
     """
@@ -72,14 +103,73 @@ def load_params(
         raise UserError(
             f"weights={options.weights.value} asked of a checkpoint with int8 kernels; allowed: int8"
         )
+    if options.placement is not None:
+        check_model(hparams, options.placement.shape)
     weights = quantize_state(state).weights if options.weights is WeightsDtype.INT8 else state.weights
     reader = _Reader(sum(map(_nbytes, weights.values())), progress)
-    dtype = options.weights.float_dtype
-    ends = reader.read({key: entry for key, entry in weights.items() if "/" not in key})
-    arrays = _ends_program(hparams, dtype)(ends)
-    prepare = _layer_program(hparams, dtype)
-    layers = (prepare(*_split(reader.read(layer_leaves(weights, i)))) for i in range(hparams.layers))
-    return Params(layers=_stack(hparams.layers, layers) if options.stacked else tuple(layers), **arrays)
+    programs = _Programs(hparams, options)
+    ends = programs.ends(reader.read({key: entry for key, entry in weights.items() if "/" not in key}))
+    layers = (programs.layer(reader.read(layer_leaves(weights, i))) for i in range(hparams.layers))
+    return ends.replace(layers=programs.stack(layers) if options.stacked else tuple(layers))
+
+
+class _Programs:
+    """The compiled pieces of a load, each putting its result where it belongs."""
+
+    def __init__(self, hparams: HParams, options: LoadOptions) -> None:
+        self.hparams, self.options = hparams, options
+        self._layer = None
+
+    def ends(self, leaves: dict[str, Entry]) -> Params:
+        """Everything but the layers, as `Params` without layers."""
+        dtype, storage = self.options.weights.float_dtype, self.options.storage
+
+        def program(leaves: dict[str, jax.Array]) -> Params:
+            return Params(layers=(), **preprocess_ends(self.hparams, leaves, dtype, storage))
+
+        target = self.options.shardings(jax.eval_shape(program, leaves))
+        return jax.jit(program, out_shardings=target)(leaves)
+
+    def layer(self, leaves: dict[str, Entry]) -> LayerParams:
+        """One layer; its program is compiled once."""
+        floats, pairs = _split(leaves)
+        if self._layer is None:
+            target = self._layer_shardings(jax.eval_shape(self._preprocess, floats, pairs), stacked=False)
+            self._layer = jax.jit(self._preprocess, out_shardings=target)
+        return self._layer(floats, pairs)
+
+    def _preprocess(self, floats: dict[str, jax.Array], pairs: dict[str, Pair]) -> LayerParams:
+        quantized = {key: QuantizedTensor(*pair) for key, pair in pairs.items()}
+        dtype, storage = self.options.weights.float_dtype, self.options.storage
+        return preprocess_layer(self.hparams, floats | quantized, dtype, storage)
+
+    def _layer_shardings(self, layer: LayerParams, *, stacked: bool) -> LayerParams | None:
+        """Shardings of one layer, or of a stack of layers."""
+        whole = Params(embedding=None, layers=layer if stacked else (layer,), final_norm=NormParams())
+        target = self.options.shardings(whole)
+        return None if target is None else target.layers if stacked else target.layers[0]
+
+    def stack(self, layers: Iterator[LayerParams]) -> LayerParams:
+        """Layers one after another into one stack that is written in place."""
+        first = next(layers)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((self.hparams.layers, *leaf.shape), leaf.dtype), first
+        )
+        target = self._layer_shardings(shapes, stacked=True)
+
+        def put(stack: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
+            return jax.tree.map(
+                lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
+            )
+
+        def empty() -> LayerParams:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        place = jax.jit(put, donate_argnums=0, out_shardings=target)
+        stack = jax.jit(empty, out_shardings=target)()
+        for index, layer in enumerate(itertools.chain([first], layers)):
+            stack = place(stack, layer, np.int32(index))
+        return stack
 
 
 def _nbytes(entry: Entry) -> int:
@@ -89,58 +179,28 @@ def _nbytes(entry: Entry) -> int:
 
 
 class _Reader:
-    """Moves entries to the device and reports the bytes."""
+    """Reads entries and reports the bytes."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self.total, self.done, self.progress = total, 0, progress
 
     def read(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """The same entries as device arrays."""
-        return {key: self._move(entry) for key, entry in entries.items()}
+        """The same entries as arrays."""
+        return {key: self._read_entry(entry) for key, entry in entries.items()}
 
-    def _move(self, entry: Entry) -> Entry:
+    def _read_entry(self, entry: Entry) -> Entry:
         if isinstance(entry, QuantizedTensor):
-            return QuantizedTensor(self._move(entry.qvalue), self._move(entry.scale))
-        array = jax.device_put(np.asarray(entry[...]))
+            return QuantizedTensor(self._read_entry(entry.qvalue), self._read_entry(entry.scale))
+        array = np.asarray(entry[...])
         self.done += _nbytes(entry)
         self.progress(self.done, self.total)
         return array
 
 
-def _split(leaves: dict[str, Entry]) -> tuple[dict[str, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:
+def _split(leaves: dict[str, Entry]) -> tuple[dict[str, jax.Array], dict[str, Pair]]:
     """Float leaves, and int8 ones as (value, scale): pytrees for a jit boundary."""
     floats = {key: leaf for key, leaf in leaves.items() if not isinstance(leaf, QuantizedTensor)}
     pairs = {
         key: (leaf.qvalue, leaf.scale) for key, leaf in leaves.items() if isinstance(leaf, QuantizedTensor)
     }
     return floats, pairs
-
-
-def _layer_program(hparams: HParams, dtype: jnp.dtype) -> Callable[..., LayerParams]:
-    @jax.jit
-    def program(floats: dict, pairs: dict) -> LayerParams:
-        quantized = {key: QuantizedTensor(*pair) for key, pair in pairs.items()}
-        return preprocess_layer(hparams, floats | quantized, dtype)
-
-    return program
-
-
-def _ends_program(hparams: HParams, dtype: jnp.dtype) -> Callable[..., dict]:
-    return jax.jit(functools.partial(preprocess_ends, hparams, dtype=dtype))
-
-
-def _stack(count: int, layers: Iterator[LayerParams]) -> LayerParams:
-    """Layers one after another into one stack that is written in place."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def put(stack: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
-        return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
-        )
-
-    stack = None
-    for index, layer in enumerate(layers):
-        if stack is None:
-            stack = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), layer)
-        stack = put(stack, layer, np.int32(index))
-    return stack

@@ -10,6 +10,7 @@ Worked example: with chunks of 64 a prompt of 130 tokens is prefilled as 129 tok
 how its prompt was cut or on which program sampled it.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode_state import DecodeState, Prefix, StepResult
+from inference_engine.model import Model
 from inference_engine.request import Request
 from inference_engine.sampling_state import sampling_row
 from inference_engine.steps import build_steps
@@ -30,13 +32,18 @@ class Engine:
     """Compiled programs for one model and one `EngineConfig`, and the weights they read.
 
     Attributes:
-      hparams, params, config: what the programs were compiled for.
+      model, params, config: what the programs were compiled for.
     """
 
-    def __init__(self, hparams: HParams, params: Params, config: EngineConfig) -> None:
-        config.check_model(hparams)
-        self.hparams, self.params, self.config = hparams, params, config
-        self._steps = build_steps(hparams, config, params)
+    def __init__(self, model: Model, params: Params, config: EngineConfig) -> None:
+        config.check_model(model.hparams)
+        self.model, self.params, self.config = model, params, config
+        self._steps = build_steps(model, config, params)
+
+    @property
+    def hparams(self) -> HParams:
+        """The model's form."""
+        return self.model.hparams
 
     def init_decode_state(self) -> DecodeState:
         """A state with every slot free."""
@@ -69,7 +76,7 @@ class Engine:
         """Puts a prefilled prompt into a slot; the prefix stays usable for further samples."""
         if not 0 <= slot < self.config.slots:
             raise ValueError(f"slot {slot} is not one of 0 to {self.config.slots - 1}")
-        settings = sampling_row(request.params, request.token_ids, self.hparams.vocab, sample)
+        settings = sampling_row(request.params, request.token_ids, self.model.padded_vocab, sample)
         last, length = request.token_ids[-1], len(request.token_ids) - 1
         numbers = (np.int32(value) for value in (row, slot, last, length))
         return self._steps.insert(state, prefix, *numbers, settings)
@@ -84,13 +91,11 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the device."""
+        """Bytes of the weights, over all chips; what is on every chip counts once."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the decode state's KV cache."""
-        hparams, config = self.hparams, self.config
-        per_token = 2 * hparams.layers * hparams.kv_heads * hparams.qkv
-        itemsize = 2 if config.activation_dtype == "bfloat16" else 4
-        return per_token * config.slots * config.cache_time * itemsize
+        """Bytes of the decode state's KV cache, over all chips."""
+        shape = self.model.cache_shape(self.config.slots, self.config.cache_time)
+        return 2 * math.prod(shape) * (2 if self.config.activation_dtype == "bfloat16" else 4)

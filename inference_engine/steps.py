@@ -9,17 +9,23 @@ Data flow:
   generate  params, DecodeState → DecodeState, StepResult
   release   DecodeState, slot → DecodeState
 
+The functions see one chip's arrays: `Model.sharded` puts them inside the mesh's boundary, or on one device
+leaves them as they are. What is not a weight or a cache is the same on all chips, but for the rows of the
+sampling state that are as long as the vocabulary.
+
 Worked example: the default checkpoint with 4 slots of 512 positions compiles the programs above in a few
 seconds; decoding then calls `generate` alone, with one transfer of 4 · 3 integers a step.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode_state import DecodeState, Prefix, StepResult
@@ -33,11 +39,9 @@ from inference_engine.sampling_state import (
     set_slot,
 )
 from inference_engine.vocab_shard import vocab_shard
-from layers import serial
-from layers.attention import AttentionBlocks
-from layers.embedding import unembed
-from layers.hparams import HParams
-from layers.kv_cache import KVCache, insert_row
+from inference_engine.model import Model
+from layers.cache_insert import insert_row
+from layers.kv_cache import KVCache
 from layers.params import Params
 
 
@@ -53,33 +57,21 @@ class Steps:
     release: Callable[..., DecodeState]
 
 
-def forward_options(config: EngineConfig) -> serial.ForwardOptions:
-    """How the engine's steps compute."""
-    return serial.ForwardOptions(config.activation_dtype, AttentionBlocks())
-
-
 def prefill_step(
-    hparams: HParams,
-    config: EngineConfig,
-    params: Params,
-    prefix: Prefix,
-    tokens: jax.Array,
-    position: jax.Array,
+    model: Model, params: Params, prefix: Prefix, tokens: jax.Array, position: jax.Array
 ) -> Prefix:
     """Writes the keys and values of tokens [rows, chunk] at `position`, the same for all rows."""
-    options = forward_options(config)
-    _, cache = serial.forward(hparams, params, tokens, position, prefix.cache, options)
+    _, cache = model.forward(params, tokens, position, prefix.cache)
     return Prefix(cache)
 
 
 def generate_step(
-    hparams: HParams, config: EngineConfig, params: Params, state: DecodeState
+    model: Model, top_count: int, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepResult]:
     """Feeds every slot's token and samples the next one."""
-    options = forward_options(config)
-    x, cache = serial.forward(hparams, params, state.tokens[:, None], state.lengths, state.cache, options)
-    logits = unembed(hparams, params, x)[:, 0]  # [slots, vocab]
-    shard = vocab_shard(hparams.vocab, hparams.vocab)
+    x, cache = model.forward(params, state.tokens[:, None], state.lengths, state.cache)
+    logits = model.logits(params, x)[:, 0]  # [slots, vocab shard]
+    shard = vocab_shard(model.hparams.vocab, logits.shape[1], model.vocab_axes)
     position = state.lengths + 1
     sampled = sample(logits, state.sampling, position, state.active, shard)
     lengths = jnp.where(state.active, position, state.lengths)
@@ -87,12 +79,13 @@ def generate_step(
     tokens = jnp.where(state.active & (sampled.tokens >= 0), sampled.tokens, state.tokens)
     sampling = count_tokens(state.sampling, sampled.tokens, state.active, shard)
     packed = jnp.stack([sampled.tokens, lengths, state.active.astype(jnp.int32)], axis=1)
-    values, ids = top_logprobs(logits, shard, config.top_logprobs)
+    values, ids = top_logprobs(logits, shard, top_count)
     result = StepResult(packed, sampled.logprobs, values, ids)
     return DecodeState(cache, tokens, lengths, state.active, sampling), result
 
 
 def insert_step(
+    model: Model,
     state: DecodeState,
     prefix: Prefix,
     row: jax.Array,
@@ -103,7 +96,7 @@ def insert_step(
 ) -> DecodeState:
     """Puts row `row` of a prefix, and a request's last prompt token and settings, into a slot."""
     return DecodeState(
-        cache=insert_row(state.cache, prefix.cache, row, slot),
+        cache=insert_row(state.cache, prefix.cache, row, slot, model.batch_axes),
         tokens=state.tokens.at[slot].set(token),
         lengths=state.lengths.at[slot].set(length),
         active=state.active.at[slot].set(True),
@@ -116,43 +109,115 @@ def release_step(state: DecodeState, slot: jax.Array) -> DecodeState:
     return state.replace(active=state.active.at[slot].set(False))
 
 
-def _empty_cache(hparams: HParams, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
-    dtype = jnp.dtype(config.activation_dtype)
-    return KVCache.zeros(hparams, rows, config.cache_time, dtype, stacked=stacked)
-
-
-def build_steps(hparams: HParams, config: EngineConfig, params: Params) -> Steps:
-    """Compiles every program for these shapes; nothing compiles afterwards."""
-    stacked = not isinstance(params.layers, tuple)
-
-    def empty_prefix() -> Prefix:
-        return Prefix(_empty_cache(hparams, config, config.prefill_rows, stacked=stacked))
-
-    def empty_state() -> DecodeState:
-        nothing = jnp.zeros((config.slots,), jnp.int32)
-        cache = _empty_cache(hparams, config, config.slots, stacked=stacked)
-        sampling = init_sampling_state(config.slots, hparams.vocab)
-        return DecodeState(cache, nothing, nothing, nothing > 0, sampling)
-
-    def prefill(params: Params, prefix: Prefix, tokens: jax.Array, position: jax.Array) -> Prefix:
-        return prefill_step(hparams, config, params, prefix, tokens, position)
-
-    def generate(params: Params, state: DecodeState) -> tuple[DecodeState, StepResult]:
-        return generate_step(hparams, config, params, state)
-
-    prefix, state = jax.eval_shape(empty_prefix), jax.eval_shape(empty_state)
-    number = np.int32(0)
-    chunk = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
-    row = sampling_row(SamplingParams(), (), hparams.vocab)
-    return Steps(
-        empty_prefix=_compile(empty_prefix),
-        empty_state=_compile(empty_state),
-        prefill=_compile(prefill, params, prefix, chunk, number, donate=(1,)),
-        insert=_compile(insert_step, state, prefix, *(number,) * 4, row, donate=(0,)),
-        generate=_compile(generate, params, state, donate=(1,)),
-        release=_compile(release_step, state, number, donate=(0,)),
+def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> DecodeState:
+    nothing = jnp.zeros((config.slots,), jnp.int32)
+    return DecodeState(
+        cache=_empty_cache(model, config, config.slots, stacked=stacked),
+        tokens=nothing,
+        lengths=nothing,
+        active=nothing > 0,
+        sampling=init_sampling_state(config.slots, model.padded_vocab),
     )
 
 
-def _compile(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-    return jax.jit(function, donate_argnums=donate).lower(*args).compile()
+def _empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
+    shape = model.cache_shape(rows, config.cache_time)
+    return KVCache.zeros(shape, jnp.dtype(config.activation_dtype), stacked=stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Specs:
+    """How the pytrees of the steps lie on the mesh."""
+
+    params: Params
+    prefix: Prefix
+    state: DecodeState
+    row: SamplingState
+    everywhere: P = P()
+
+    @property
+    def result(self) -> StepResult:
+        """The same on all chips."""
+        return StepResult(*(self.everywhere,) * 4)
+
+
+def _specs(model: Model, params: Params, prefix: Prefix, state: DecodeState) -> _Specs:
+    def sampling_specs(tree: SamplingState, slot_dims: int) -> SamplingState:
+        long = P(*(None,) * slot_dims, model.vocab_axes or None)
+        specs = jax.tree.map(lambda _: P(), tree)
+        return specs.replace(output_counts=long, prompt_mask=long, logit_bias=long)
+
+    state_specs = DecodeState(
+        cache=model.cache_specs(state.cache),
+        tokens=P(),
+        lengths=P(),
+        active=P(),
+        sampling=sampling_specs(state.sampling, 1),
+    )
+    prefix_specs = Prefix(model.cache_specs(prefix.cache))
+    return _Specs(model.param_specs(params), prefix_specs, state_specs, sampling_specs(state.sampling, 0))
+
+
+def build_steps(model: Model, config: EngineConfig, params: Params) -> Steps:
+    """Compiles every program for these shapes; nothing compiles afterwards."""
+    stacked = not isinstance(params.layers, tuple)
+    empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
+
+    def empty_prefix() -> Prefix:
+        return Prefix(_empty_cache(model, config, config.prefill_rows, stacked=stacked))
+
+    prefix, state = jax.eval_shape(empty_prefix), jax.eval_shape(empty_state)
+    specs = _specs(model, params, prefix, state)
+    number, one = np.int32(0), specs.everywhere
+    chunk = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
+    row = sampling_row(SamplingParams(), (), model.padded_vocab)
+    prefill = functools.partial(prefill_step, model)
+    generate = functools.partial(generate_step, model, config.top_logprobs)
+    insert = functools.partial(insert_step, model)
+    program = functools.partial(_compile, model)
+    return Steps(
+        empty_prefix=_compile_constant(model, empty_prefix, specs.prefix),
+        empty_state=_compile_constant(model, empty_state, specs.state),
+        prefill=program(
+            prefill,
+            (params, prefix, chunk, number),
+            (specs.params, specs.prefix, one, one),
+            specs.prefix,
+            donated=1,
+        ),
+        insert=program(
+            insert,
+            (state, prefix, *(number,) * 4, row),
+            (specs.state, specs.prefix, *(one,) * 4, specs.row),
+            specs.state,
+            donated=0,
+        ),
+        generate=program(
+            generate, (params, state), (specs.params, specs.state), (specs.state, specs.result), donated=1
+        ),
+        release=program(release_step, (state, number), (specs.state, one), specs.state, donated=0),
+    )
+
+
+def _compile(
+    model: Model,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    *,
+    donated: int,
+) -> Callable[..., Any]:
+    """An executable of a step inside the mesh's boundary; `args` are arrays or shapes."""
+    jitted = jax.jit(
+        model.sharded(function, in_specs, out_specs),
+        in_shardings=model.placed(in_specs),
+        out_shardings=model.placed(out_specs),
+        donate_argnums=donated,
+    )
+    return jitted.lower(*args).compile()
+
+
+def _compile_constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Callable[[], Any]:
+    """An executable that makes whole arrays in their shardings."""
+    return jax.jit(function, out_shardings=model.placed(out_specs)).lower().compile()

@@ -129,14 +129,3 @@ class KVCache:
         if isinstance(self.k, tuple):
             return Segment(self.k[layer], self.v[layer], start, length)
         return Segment(self.k, self.v, start, length, jnp.asarray(layer, jnp.int32))
-
-
-def insert_row(cache: KVCache, prefix: KVCache, row: jax.Array, slot: jax.Array) -> KVCache:
-    """`cache` with one row of `prefix` in row `slot`; both hold the same number of positions."""
-
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        axis = whole.ndim - 4  # [layers,] batch, kv_heads, time, qkv
-        one = jax.lax.dynamic_slice_in_dim(part, row, 1, axis)
-        return jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis)
-
-    return jax.tree.map(put, cache, prefix)

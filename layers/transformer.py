@@ -32,6 +32,7 @@ from layers.layout import CHUNK_AXES, ShardingConfig
 from layers.mesh_shape import MeshShape
 from layers.numerics import softcap
 from layers.params import LayerParams, Params
+from layers.partitioning import cache_specs, param_specs, shardings
 from layers.rope import rope_phases
 from layers.serial import ForwardOptions, window_table
 from layers.sharded_layer import ShardedLayer, StepTokens
@@ -68,6 +69,11 @@ class MeshModel:
         return OPS[self.sharding.layout](self.sharding.collectives)
 
     @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the logits' vocabulary, major first."""
+        return CHUNK_AXES
+
+    @property
     def padded_vocab(self) -> int:
         """The vocabulary rounded up to a multiple of the chips."""
         return -(-self.hparams.vocab // self.shape.size) * self.shape.size
@@ -81,6 +87,19 @@ class MeshModel:
             time=time,
             qkv=self.hparams.qkv,
         )
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the cache's rows, major first."""
+        return self.sharding.attn_all_to_all.batch_axes
+
+    def param_specs(self, params: Params) -> Params:
+        """Where each weight lies."""
+        return param_specs(params, self.sharding.layout)
+
+    def cache_specs(self, cache: KVCache) -> KVCache:
+        """Where keys and values lie."""
+        return cache_specs(cache, self.sharding.attn_all_to_all)
 
     def sharded(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of one chip's arrays as a function of whole arrays."""
