@@ -45,6 +45,9 @@ def read_npz(path: Path) -> NamedArrays:
     except _BROKEN as error:
         raise UserError(f"{path}: truncated or not an .npz file ({_first_line(error)})") from None
     names = [member.filename for member in members]
+    odd = next((name for name in names if not name.isprintable()), None)
+    if odd is not None:
+        raise UserError(f"{path}: a member is named {odd[:60]!r}, which is not printable")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: two members are named {twice}")

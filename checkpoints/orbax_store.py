@@ -20,16 +20,13 @@ Worked example: a float32 `layer_0/w0` [4096, 16384] is 256 MiB in chunks of at 
 """
 
 import dataclasses
-import functools
 import math
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from checkpoints.lazy import ArrayLike, Box, LazyArray
@@ -49,6 +46,7 @@ CHUNK_BYTES = 1 << 24
 _CACHE_BYTES = 1 << 26
 PARTIAL = ".partial"
 _REPLACED = ".replaced"
+_ARRAY_HEADER = b"/.zarray"
 
 
 def save_checkpoint(
@@ -162,6 +160,8 @@ def _join_int8(leaves: Mapping[str, ArrayLike]) -> dict[str, Entry]:
 
 def _write_groups(folder: Path, state: CheckpointState, group_bytes: int) -> tuple[str, ...]:
     """Write the weights as numbered Orbax checkpoints and return their names."""
+    import orbax.checkpoint as ocp  # takes most of a second, and only a save needs it
+
     names = []
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for number, tree in enumerate(_groups(state, group_bytes)):
@@ -199,59 +199,43 @@ def _publish(partial: Path, path: Path) -> None:
 
 
 def _open_item(item: Path, context: ts.Context) -> dict[str, LazyArray]:
-    """The arrays of one Orbax checkpoint under flat keys."""
+    """The arrays of one Orbax checkpoint under flat keys.
+
+    This reads the stores themselves and not the description that Orbax keeps beside them: what opens
+    here is what will be read.
+    """
     if not item.is_dir():
         raise UserError(f"{item}: missing, although {METADATA_FILE} names it")
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(item).item_metadata
-    except Exception as error:  # its parsers raise what they like on damage
+        stored = ts.KvStore.open(kvstore, context=context).result().list().result()
+        names = [key.removesuffix(_ARRAY_HEADER).decode() for key in stored if key.endswith(_ARRAY_HEADER)]
+        specs = [{"driver": "zarr", "kvstore": kvstore | {"path": f"{name}/"}} for name in names]
+        opening = [ts.open(spec, read=True, context=context) for spec in specs]
+        stores = {name: store.result() for name, store in zip(names, opening, strict=True)}
+    except Exception as error:  # storage raises what it likes on damage
         raise UserError(f"{item}: damaged or not an Orbax checkpoint ({_first_line(error)})") from None
-    if tree is None:
-        raise UserError(f"{item}: damaged or not an Orbax checkpoint (no metadata)")
-    return {key: _lazy_leaf(item, key, leaf, context) for key, leaf in _flatten(tree.tree, "")}
+    return {name.replace(".", "/"): _lazy_array(item, name, store) for name, store in stores.items()}
 
 
-def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, Mapping):
-        yield prefix, node
-        return
-    for name, child in node.items():
-        yield from _flatten(child, f"{prefix}/{name}" if prefix else str(name))
+def _lazy_array(item: Path, name: str, store: ts.TensorStore) -> LazyArray:
+    """One stored array."""
+    return LazyArray(tuple(store.shape), store.dtype.numpy_dtype, _StoredArray(item, name, store))
 
 
-def _lazy_leaf(item: Path, key: str, leaf: Any, context: ts.Context) -> LazyArray:
-    """One stored array; its store is opened at the first read and kept open."""
-    if not isinstance(leaf, ocp.metadata.ArrayMetadata):
-        raise UserError(f"{item}: {key} is no array")
-    fetch = _StoredArray(item, key, str(leaf.name), context)
-    return LazyArray(tuple(leaf.shape), np.dtype(leaf.dtype), fetch)
-
-
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _StoredArray:
-    """Read a rectangle of one stored array; its store is opened at the first read and kept open."""
+    """Read a rectangle of one stored array."""
 
     item: Path
-    key: str
     name: str
-    context: ts.Context
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    @functools.cached_property
-    def store(self) -> ts.TensorStore:
-        """The open store."""
-        base = {"driver": "file", "path": f"{self.item}/"}
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{self.name}/"}
-        return ts.open({"driver": "zarr", "kvstore": kvstore}, read=True, context=self.context).result()
+    store: ts.TensorStore
 
     def __call__(self, box: Box) -> np.ndarray:
         try:
-            with self.lock:
-                store = self.store
-            return store[box].read().result()
+            return self.store[box].read().result()
         except Exception as error:  # storage raises what it likes on damage
-            raise UserError(f"{self.item}: {self.key} cannot be read ({_first_line(error)})") from None
+            raise UserError(f"{self.item}: {self.name} cannot be read ({_first_line(error)})") from None
 
 
 def _first_line(error: BaseException) -> str:
