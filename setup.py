@@ -30,6 +30,7 @@ setup(
         "checkpoints",
         "checkpoints.readers",
         "inference_engine",
+        "inference_engine.cli",
         "configs",
     ],
     py_modules=["run_serving"],
