@@ -44,7 +44,7 @@ def load_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
         )
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: its own message is not UTF-8
         reason = str(error).splitlines()[0]
         raise UserError(f"{refusal}: {reason}") from error
 

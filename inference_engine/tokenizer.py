@@ -16,7 +16,7 @@ Worked example (`ByteTokenizer`): "né" → UTF-8 6E C3 A9 → ids [110, 195, 16
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, SupportsIndex
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import sentencepiece
 
@@ -27,6 +27,7 @@ SPACE_MARK = "\u2581"  # sentencepiece writes a space inside a piece with this c
 NUM_BYTES = 256
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer."""
 
@@ -183,7 +184,11 @@ class SentencePieceTokenizer(_TokenTable):
         self._model = load_sentencepiece(Path(path))
         self.bos_id: int | None = _none_if_absent(self._model.bos_id())
         self.eos_id: int | None = _none_if_absent(self._model.eos_id())
-        super().__init__(*_token_tables(self._model))
+        try:
+            tables = _token_tables(self._model)
+        except ValueError as error:  # a piece that is not UTF-8, a byte piece that names no byte
+            raise UserError(f"the tokenizer {path} is damaged, get it again: {error}") from error
+        super().__init__(*tables)
         self._mark_ids = _lossless_mark_ids(self._model)
 
     def encode(self, text: str) -> list[int]:
@@ -207,8 +212,7 @@ def _token_tables(model: sentencepiece.SentencePieceProcessor) -> tuple[list[byt
     for token_id in range(model.vocab_size()):
         piece = model.id_to_piece(token_id)
         data = _piece_bytes(model, token_id, piece)
-        # An unknown token's surface keeps its leading space: only a piece's own mark is dropped.
-        dropped = drops_space and piece.startswith(SPACE_MARK) and not model.is_unknown(token_id)
+        dropped = drops_space and piece.startswith(SPACE_MARK)
         first = data[1:] if dropped else data
         unopened = model.is_control(token_id) or (drops_every_space and not first)
         inside.append(data)
