@@ -105,6 +105,10 @@ class MeshModel:
         """`function` of one chip's arrays as a function of whole arrays."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
+    def placed(self, specs: Any) -> Any:
+        """The same tree with shardings for specs."""
+        return shardings(self.mesh, specs)
+
     def forward(
         self,
         params: Params,

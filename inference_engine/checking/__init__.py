@@ -1,0 +1,1 @@
+"""The command that proves layouts: every setting against one device."""

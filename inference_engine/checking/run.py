@@ -1,0 +1,185 @@
+"""Runs one case on the mesh and on one device, and compares logits and tokens.
+
+One device means `layers.serial`: no mesh, no collectives. It decodes greedily; the mesh is fed the same
+tokens, so that one different token does not hide what follows. Rows of a batch have prompts of different
+lengths, so that every row has positions and a cache of its own.
+
+Data flow: Case → reference logits and tokens (one device, kept for cases that share them) → the same tokens
+through `MeshModel` (prefill of the whole prompts, then one decode step a token) → `Row`.
+
+Worked example: batch 3, prompt_tokens 5: rows of 5, 4 and 3 tokens. The prefill writes positions 0 to 3 of
+all rows; the first decode step feeds the tokens at positions 4, 3 and 2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
+from checkpoints.state import CheckpointState
+from inference_engine.checking.cases import Case
+from inference_engine.checking.tolerance import tolerance
+from inference_engine.model import Model, OneDeviceModel
+from layers.collectives.mode import CollectiveConfig
+from layers.kv_cache import KVCache
+from layers.layout import Layout, ShardingConfig
+from layers.mesh_shape import MeshShape
+from layers.params import Params
+from layers.serial import ForwardOptions
+from layers.transformer import MeshModel
+
+DECODE_STEPS = 32
+MAX_LAYOUTS_HELD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The outcome of a case.
+
+    Attributes:
+      max_rel_err: max|a − b| / max|reference| over all logits.
+      tokens_equal: whether the arg-max is the reference's wherever that is no tie.
+      ties: positions where the reference's two best logits are within twice the tolerance.
+      ok: error within the tolerance, and tokens equal.
+    """
+
+    case: Case
+    max_rel_err: float
+    tokens_equal: bool
+    ties: int
+    ok: bool
+
+    def to_json(self) -> dict[str, str | int | float | bool]:
+        """The case's fields and the figures."""
+        figures = dataclasses.asdict(self) | {"max_rel_err": float(self.max_rel_err)}
+        figures.pop("case")
+        return self.case.to_json() | figures
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Inputs of a case: padded prompts `[batch, prompt]` and the position of each row's last prompt token."""
+
+    prompts: np.ndarray
+    last: np.ndarray
+
+
+def _inputs(batch: int, prompt_tokens: int, vocab: int) -> _Batch:
+    rng = np.random.default_rng([batch, prompt_tokens])
+    prompts = rng.integers(0, vocab, (batch, prompt_tokens)).astype(np.int32)
+    last = np.maximum(prompt_tokens - 1 - np.arange(batch) % 3, 0).astype(np.int32)
+    return _Batch(prompts, last)
+
+
+def _programs(model: Model, params: Params, batch: int, prompt: int, steps: int) -> Callable[..., jax.Array]:
+    """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
+
+    forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
+    """
+    shape = model.cache_shape(batch, prompt + steps)
+    stacked = not isinstance(params.layers, tuple)
+
+    def empty() -> KVCache:
+        return KVCache.zeros(shape, jnp.dtype(model.options.activation_dtype), stacked=stacked)
+
+    def run(
+        params: Params, cache: KVCache, prompts: jax.Array, last: jax.Array, forced: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        _, cache = model.forward(params, prompts, jnp.zeros((), jnp.int32), cache)
+        first = jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0]
+
+        def step(carry: tuple, forced_now: jax.Array) -> tuple[tuple, jax.Array]:
+            token, position, cache = carry
+            x, cache = model.forward(params, token[:, None], position, cache)
+            logits = model.logits(params, x)[:, 0]
+            if model.vocab_axes:  # on a mesh the tokens are forced
+                return (forced_now, position + 1, cache), logits
+            greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return (jnp.where(forced_now < 0, greedy, forced_now), position + 1, cache), logits
+
+        (_, _, cache), logits = lax.scan(step, (first, last, cache), forced.T)
+        return logits, cache
+
+    cache = jax.eval_shape(empty)
+    cache_specs = model.cache_specs(cache)
+    in_specs = (model.param_specs(params), cache_specs, P(), P(), P())
+    out_specs = (P(None, None, model.vocab_axes or None), cache_specs)
+    program = jax.jit(
+        model.sharded(run, in_specs, out_specs),
+        in_shardings=model.placed(in_specs),
+        out_shardings=model.placed(out_specs),
+        donate_argnums=1,
+    )
+    make_cache = jax.jit(empty, out_shardings=model.placed(cache_specs))
+
+    def call(params: Params, prompts: np.ndarray, last: np.ndarray, forced: np.ndarray) -> jax.Array:
+        return program(params, make_cache(), prompts, last, forced)[0]
+
+    return call
+
+
+class Checker:
+    """Runs cases of one checkpoint on one mesh; keeps weights and references that later cases share."""
+
+    def __init__(self, state: CheckpointState, shape: MeshShape, mesh: Mesh, steps: int = DECODE_STEPS) -> None:
+        self.state, self.shape, self.mesh, self.steps = state, shape, mesh, steps
+        self._params = functools.lru_cache(MAX_LAYOUTS_HELD)(self._load)
+        self._reference = functools.cache(self._run_reference)
+
+    def run(self, case: Case) -> Row:
+        """One case against one device."""
+        forced, reference = self._reference(
+            case.weights, case.activation_dtype, case.batch, case.prompt_tokens
+        )
+        model = MeshModel(
+            self.state.hparams,
+            self.shape,
+            self.mesh,
+            ShardingConfig(
+                case.layout,
+                case.attn_all_to_all,
+                CollectiveConfig(case.collectives, case.reduce_dtype),
+            ),
+            ForwardOptions(case.activation_dtype),
+        )
+        params = self._params(case.weights, case.layout)
+        inputs = _inputs(case.batch, case.prompt_tokens, self.state.hparams.vocab)
+        program = _programs(model, params, case.batch, case.prompt_tokens, self.steps)
+        logits = np.asarray(program(params, inputs.prompts, inputs.last, forced))
+        return compare(case, logits[..., : self.state.hparams.vocab], reference)
+
+    def _load(self, weights: str, layout: Layout | None) -> Params:
+        placement = None if layout is None else MeshPlacement(layout, self.shape, self.mesh)
+        return load_params(self.state, LoadOptions(WeightsDtype(weights), placement=placement))
+
+    def _run_reference(
+        self, weights: str, activation_dtype: str, batch: int, prompt_tokens: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Greedy tokens `[batch, steps]` and logits `[steps, batch, vocab]` of one device."""
+        model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
+        params = self._params(weights, None)
+        inputs = _inputs(batch, prompt_tokens, self.state.hparams.vocab)
+        program = _programs(model, params, batch, prompt_tokens, self.steps)
+        undecided = np.full((batch, self.steps), -1, np.int32)
+        logits = np.asarray(program(params, inputs.prompts, inputs.last, undecided))
+        return np.argmax(logits, axis=-1).astype(np.int32).T, logits
+
+
+def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:
+    """The figures of a case from logits `[steps, batch, vocab]` of the mesh and of one device."""
+    allowed = tolerance(case.activation_dtype, case.reduce_dtype)
+    scale = float(np.max(np.abs(reference)))
+    error = float(np.max(np.abs(logits - reference))) / scale
+    best = np.sort(reference, axis=-1)[..., -2:]
+    tie = best[..., 1] - best[..., 0] <= 2 * allowed * scale
+    differs = np.argmax(logits, axis=-1) != np.argmax(reference, axis=-1)
+    equal = not bool(np.any(differs & ~tie))
+    finite = bool(np.all(np.isfinite(logits)))
+    return Row(case, error, equal, int(np.sum(tie)), finite and error <= allowed and equal)
