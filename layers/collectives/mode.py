@@ -36,10 +36,13 @@ class CollectiveConfig:
       mode: see `CollectiveMode`.
       reduce_dtype: the dtype of the partial sums that travel in a reduce-scatter; local products are
         accumulated in float32 whatever it is.
+      max_unrolled: rings of more chips than this are rolled loops, which compile in a time that does not
+        grow with them.
     """
 
     mode: CollectiveMode = CollectiveMode.REFERENCE
     reduce_dtype: str = "float32"
+    max_unrolled: int = 16
 
     def __post_init__(self) -> None:
         if self.reduce_dtype not in REDUCE_DTYPES:

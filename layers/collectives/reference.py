@@ -1,25 +1,33 @@
-"""REFERENCE: one XLA collective and one einsum; the oracle of the rings."""
+"""REFERENCE: one XLA collective and one einsum; the oracle of the rings.
+
+Both einsums contract or make the chunk dim as a dim of its own. Reshaping `[chunks, rows, cols]` to
+`[chunks · rows, cols]` instead would copy the layer's weights first.
+
+Worked example, 4 chips, x [8, 1, 1280] and w [4, 1280, 1024]: the gathered x is [4, 8, 1, 1280], and
+einsum contracts 4 × 1280. The other way round, x [8, 1, 1024] and w [4, 1024, 2304] make a partial sum
+[4, 8, 1, 2304], of which chip i gets the sum of all chips' [i].
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from layers.collectives.products import Chunks
-from layers.collectives.ring import AxisName
+from layers.collectives.reductions import reduce_scatter
+from layers.collectives.ring import Ring
 
 
 def allgather_matmul_reference(
-    x: Float[Array, "*batch rows"], w: Chunks, axis_name: AxisName
+    x: Float[Array, "*batch rows"], w: Chunks, ring: Ring
 ) -> Float32[Array, "*batch cols"]:
-    """Gather every chip's x, contract chunks and rows together."""
-    gathered = lax.all_gather(x, axis_name)
-    return jnp.einsum("n...r,nrc->...c", gathered, w.all().astype(x.dtype), preferred_element_type=jnp.float32)
+    """Gather every chip's x, then contract chunks and rows together."""
+    gathered = lax.all_gather(x, ring.axis_name)
+    return jnp.einsum("n...r,nrc->...c", gathered, w.all(x.dtype), preferred_element_type=jnp.float32)
 
 
 def matmul_reducescatter_reference(
-    x: Float[Array, "*batch rows"], w: Chunks, axis_name: AxisName, reduce_dtype: jnp.dtype
+    x: Float[Array, "*batch rows"], w: Chunks, ring: Ring, reduce_dtype: str
 ) -> Float32[Array, "*batch cols"]:
-    """Multiply all chunks at once, then reduce-scatter over the chunk dim."""
-    product = jnp.einsum("...r,nrc->n...c", x, w.all().astype(x.dtype), preferred_element_type=jnp.float32)
-    reduced = lax.psum_scatter(product.astype(reduce_dtype), axis_name)
-    return lax.optimization_barrier(reduced).astype(jnp.float32)
+    """Multiply with all chunks at once, then reduce-scatter over the chunk dim."""
+    product = jnp.einsum("...r,nrc->n...c", x, w.all(x.dtype), preferred_element_type=jnp.float32)
+    return reduce_scatter(product, ring.axis_name, reduce_dtype, dimension=0)[0]
