@@ -193,6 +193,13 @@ def test_what_was_held_back_is_shown_when_the_text_ends() -> None:
     assert stream.stopped_by is None
 
 
+def test_a_stop_string_may_be_complete_only_at_the_end_of_the_text() -> None:
+    stream = TextStream(ByteTokenizer(), stops=["N" + REPLACEMENT])
+    assert "".join(stream.push(byte) for byte in b"the EN\xc3") == "the E"
+    assert stream.flush() == ""
+    assert stream.stopped_by == "N" + REPLACEMENT
+
+
 def test_a_text_without_stop_strings_is_not_held_back() -> None:
     stream = TextStream(ByteTokenizer())
     assert [stream.push(byte) for byte in b"abc"] == ["a", "b", "c"]
