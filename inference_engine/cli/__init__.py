@@ -1,0 +1,1 @@
+"""The command line: flags, help, errors, prompts in, text or JSON out."""

@@ -1,0 +1,84 @@
+"""Runs one command and turns its outcome into an exit code.
+
+A user's mistake is one line on stderr; an interrupt is one line; a reader that went away is silence.
+Any other exception is a defect of this program and keeps its traceback.
+
+Data flow: words → command → `flags.parse` → `Command.run` → exit code (see `help_text.EXIT_CODES`).
+
+Worked example: `["genrate"]` prints "error: unknown command genrate; allowed: generate; nearest: generate"
+and returns 2.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from inference_engine.cli import flags
+from inference_engine.cli.errors import OutputError
+from inference_engine.cli.help_text import MAX_WIDTH, PROGRAM, command_help, overview
+from inference_engine.cli.options import Command
+from inference_engine.cli.terminal import Output, note
+from layers.errors import UserError
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+READER_GONE = 141
+_HELP_WORDS = ("--help", "-h", "help")
+
+
+def main(commands: Sequence[Command], words: Sequence[str]) -> int:
+    """Runs the command that the words name; returns the exit code."""
+    try:
+        code = _dispatch(commands, words)
+    except UserError as error:
+        note("error", str(error), "bold red")
+        return BAD_INPUT
+    except KeyboardInterrupt as interrupt:
+        note("interrupted", str(interrupt), "bold yellow")
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return READER_GONE
+    except OutputError as error:
+        _drop_output()
+        note("error", str(error), "bold red")
+        return FAILED
+    return code
+
+
+def _dispatch(commands: Sequence[Command], words: Sequence[str]) -> int:
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    if not words or words[0] in _HELP_WORDS:
+        Output().write(overview(commands, width) + "\n")
+        return 0
+    command = _find(commands, words[0])
+    parsed = flags.parse(command, words[1:])
+    if parsed is None:
+        Output().write(command_help(command, width) + "\n")
+        return 0
+    return command.run(parsed)
+
+
+def _find(commands: Sequence[Command], word: str) -> Command:
+    names = [command.name for command in commands]
+    if word in names:
+        return commands[names.index(word)]
+    if word.startswith("-"):
+        raise UserError(
+            f"{flags.shown(word)} stands before the command; allowed: {PROGRAM} COMMAND [flags], "
+            f"with COMMAND one of {', '.join(names)}"
+        )
+    close = flags.nearest(word, names)
+    raise UserError(f"unknown command {flags.shown(word)}; allowed: {', '.join(names)}{close}")
+
+
+def _drop_output() -> None:
+    """Lets nothing more be written to stdout, so that the interpreter's last flush does not fail."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a file, as in a test
+        return
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)

@@ -1,0 +1,124 @@
+"""From options to a loaded engine: the part of every command that needs jax.
+
+Opening reads names, shapes and the tokenizer; weights are read only once everything else is known to fit.
+
+Data flow: `ModelOptions` → `open_model` → `OpenedModel` → (prompts are checked) → `load_engine` → `Engine`.
+
+Worked example: the embedded checkpoint on a CPU is held as stored, float32 and 22 MB, layers unrolled, with
+4 slots of 512 positions.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import checkpoints
+from checkpoints.formats import open_checkpoint
+from checkpoints.load import LoadOptions, WeightsDtype, load_params
+from checkpoints.readers.options import ReaderOptions
+from checkpoints.state import CheckpointState, OpenedCheckpoint
+from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
+from inference_engine.cli.progress import Unit, phase
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.model import OneDeviceModel
+from inference_engine.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, check_vocab_fits
+from layers.errors import UserError
+from layers.hparams import HParams
+from layers.serial import ForwardOptions
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """An opened model whose weights are still where they were stored."""
+
+    state: CheckpointState
+    tokenizer: Tokenizer
+    load: LoadOptions
+
+    @property
+    def hparams(self) -> HParams:
+        """The model's form."""
+        return self.state.hparams
+
+
+def default_checkpoint() -> Path:
+    """The folder of the embedded model."""
+    return Path(str(checkpoints.__file__)).parent / "default"
+
+
+def open_model(options: ModelOptions) -> OpenedModel:
+    """Opens checkpoint and tokenizer; no weight is read.
+
+    Raises UserError: neither is readable, there is no tokenizer, or it does not fit the model.
+    """
+    path = options.checkpoint or default_checkpoint()
+    opened = open_checkpoint(path, ReaderOptions(options.gamma_offset))
+    tokenizer = _open_tokenizer(opened, options.tokenizer)
+    check_vocab_fits(tokenizer, opened.state.hparams.vocab)
+    weights = WeightsDtype(options.weights or _stored_dtype(opened.state))
+    unrolled = options.layers is LayersForm.UNROLLED or (options.layers is LayersForm.AUTO and on_cpu())
+    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked=not unrolled))
+
+
+def on_cpu() -> bool:
+    """Whether the default device is the host."""
+    return jax.default_backend() == "cpu"
+
+
+def default_activation_dtype(weights: WeightsDtype) -> str:
+    """The activations' dtype where none was asked for."""
+    return "float32" if on_cpu() or weights is WeightsDtype.FLOAT32 else "bfloat16"
+
+
+def load_engine(model: OpenedModel, config: EngineConfig) -> Engine:
+    """Reads the weights and compiles the steps, with progress on stderr.
+
+    Raises UserError: damaged weights, weights that the dtype does not allow, not enough memory.
+    """
+    config.check_model(model.hparams)
+    try:
+        with phase("loading weights", Unit.BYTES) as update:
+            params = load_params(model.state, model.load, update)
+        with phase("compiling"):
+            options = ForwardOptions(config.activation_dtype)
+            return Engine(OneDeviceModel(model.hparams, options), params, config)
+    except jax.errors.JaxRuntimeError as error:
+        raise out_of_memory(error, model, config) from None
+
+
+def out_of_memory(error: jax.errors.JaxRuntimeError, model: OpenedModel, config: EngineConfig) -> Exception:
+    """The error as a line for the user where memory is what was missing, else the error itself."""
+    if _OUT_OF_MEMORY not in str(error):
+        return error
+    return UserError(
+        f"{jax.devices()[0].device_kind} has too little memory for {model.hparams.param_count:,} parameters "
+        f"and {config.slots} slots of {config.max_context} positions; "
+        "nearest: a smaller --slots, --max_context or --weights int8"
+    )
+
+
+def _stored_dtype(state: CheckpointState) -> str:
+    if state.quantized:
+        return "int8"
+    entry = state.weights["embedding"]
+    return "bfloat16" if np.dtype(entry.dtype).itemsize == 2 else "float32"  # type: ignore[union-attr]
+
+
+def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> Tokenizer:
+    vocab = opened.state.hparams.vocab
+    if asked == BYTES:
+        smallest = ByteTokenizer().vocab_size
+        return ByteTokenizer(max(vocab, smallest))
+    if asked is not None:
+        return SentencePieceTokenizer(asked)
+    if opened.tokenizer_file is None:
+        raise UserError(
+            f"{opened.source}: no tokenizer in it; allowed: --tokenizer PATH (a sentencepiece model) or "
+            f"--tokenizer {BYTES}"
+        )
+    return SentencePieceTokenizer(opened.tokenizer_file)

@@ -1,0 +1,157 @@
+"""The flags that say which model, in which form, and with how much room; no jax.
+
+Data flow: flags → `ModelOptions`, `EngineOptions` → `model.open_model`, `model.load_engine`.
+
+Worked example: `--checkpoint PATH --weights int8 --slots 8` gives ModelOptions(PATH, weights="int8") and
+EngineOptions(slots=8).
+"""
+
+import dataclasses
+import enum
+from pathlib import Path
+
+from inference_engine.cli.options import Flags, Group, Kind, Option
+from inference_engine.config import EngineConfig
+from layers.errors import UserError
+
+BYTES = "bytes"
+"""The value of --tokenizer that asks for one id a byte."""
+
+AUTO = "auto"
+WEIGHTS = ("float32", "bfloat16", "int8")
+ACTIVATIONS = ("float32", "bfloat16")
+GAMMA_OFFSETS = ("0", "1")
+
+
+class LayersForm(enum.Enum):
+    """How the layers' weights are held, and so whether the step loops over them."""
+
+    AUTO = "auto"
+    STACKED = "stacked"
+    UNROLLED = "unrolled"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model.
+
+    Attributes:
+      checkpoint: a folder or file; None for the embedded one.
+      tokenizer: a file, `BYTES`, or None for the one beside the weights.
+      gamma_offset: see `ReaderOptions`.
+      weights: dtype of the kernels; None as stored.
+      layers: see `LayersForm`.
+    """
+
+    checkpoint: Path | None = None
+    tokenizer: str | None = None
+    gamma_offset: int | None = None
+    weights: str | None = None
+    layers: LayersForm = LayersForm.AUTO
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How much room; None for what suits model and device.
+
+    Attributes:
+      config: the defaults of what is not given.
+      slots, max_context, prefill_chunk, activation_dtype: see `EngineConfig`.
+    """
+
+    config: EngineConfig = EngineConfig()
+    slots: int | None = None
+    max_context: int | None = None
+    prefill_chunk: int | None = None
+    activation_dtype: str | None = None
+
+    def resolve(self, max_positions: int | None, top_logprobs: int, activation_dtype: str) -> EngineConfig:
+        """The engine's settings for a model of `max_positions` on a device that likes `activation_dtype`.
+
+        Raises UserError: a size below 1.
+        """
+        limit = max_positions or self.config.max_context
+        context = self.max_context or min(self.config.max_context, limit)
+        return dataclasses.replace(
+            self.config,
+            slots=self.slots or self.config.slots,
+            max_context=context,
+            prefill_chunk=self.prefill_chunk or min(self.config.prefill_chunk, context),
+            top_logprobs=top_logprobs,
+            activation_dtype=self.activation_dtype or activation_dtype,
+        )
+
+
+def model_group() -> Group:
+    """The flags that say which model."""
+    return Group(
+        "Model",
+        (
+            Option(
+                "checkpoint", "folder or file to load", metavar="PATH",
+                shown_default="the embedded Shakespeare model",
+            ),
+            Option(
+                "tokenizer", f"sentencepiece model file, or {BYTES} for one id a byte", metavar="PATH",
+                shown_default="the one in the checkpoint",
+            ),
+            Option(
+                "weights", "how kernels are held", Kind.CHOICE, choices=WEIGHTS, shown_default="as stored"
+            ),
+            Option(
+                "layers", "loop over stacked layers, or one program text a layer", Kind.CHOICE,
+                choices=tuple(form.value for form in LayersForm), default=AUTO,
+                shown_default="auto: unrolled on a CPU, else stacked",
+            ),
+            Option(
+                "gamma_offset",
+                "for PaLM-rlhf-pytorch files: 0 where norms use the stored gain (releases up to 0.2.3), "
+                "1 where they add one to it",
+                Kind.CHOICE, choices=GAMMA_OFFSETS,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def engine_group(config: EngineConfig) -> Group:
+    """The flags that say how much room there is."""
+    return Group(
+        "Engine",
+        (
+            Option("slots", "texts that are generated together", Kind.INTEGER, config.slots,
+                   allowed="1 and above", metavar="N"),
+            Option("max_context", "tokens of prompt and text together", Kind.INTEGER, metavar="N",
+                   allowed="2 and above",
+                   shown_default=f"{config.max_context}, or what the model allows"),
+            Option("prefill_chunk", "prompt tokens in one step", Kind.INTEGER, config.prefill_chunk,
+                   allowed="1 and above", metavar="N"),
+            Option("activation_dtype", "dtype of activations and cache", Kind.CHOICE, choices=ACTIVATIONS,
+                   shown_default="float32 on a CPU or with float32 weights, else bfloat16"),
+        ),
+    )  # fmt: skip
+
+
+def model_options(flags: Flags) -> ModelOptions:
+    """What the flags of `model_group` ask for; raises UserError for an empty path."""
+    for name in ("checkpoint", "tokenizer"):
+        if flags[name] == "":
+            raise UserError(f"--{name} is empty; it needs a path")
+    offset = flags["gamma_offset"]
+    return ModelOptions(
+        checkpoint=None if flags["checkpoint"] is None else Path(flags["checkpoint"]),
+        tokenizer=flags["tokenizer"],
+        gamma_offset=None if offset is None else int(offset),
+        weights=flags["weights"],
+        layers=LayersForm(flags["layers"]),
+    )
+
+
+def engine_options(flags: Flags, config: EngineConfig) -> EngineOptions:
+    """What the flags of `engine_group` ask for; raises UserError for a size that is none."""
+    names = ("slots", "max_context", "prefill_chunk", "activation_dtype")
+    typed = {name: flags[name] for name in names if name in flags.given}
+    try:
+        dataclasses.replace(config, **typed)
+    except UserError as error:
+        raise UserError(f"--{error}") from None
+    return EngineOptions(config, **typed)

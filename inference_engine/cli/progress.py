@@ -1,0 +1,107 @@
+"""Progress on stderr for what takes more than two seconds, and silence for the rest.
+
+Idea: a bar that flashes by is noise, so a phase shows itself only after a delay, by a timer. On a terminal
+it is a bar with bytes, or a spinner where the end is not known, gone when the phase ends. Where stderr is
+a file it is one line that says what is going on.
+
+Data flow: `phase(label)` → timer → rich progress bar; `update(done, total)` moves it.
+
+Worked example: `with phase("loading weights", Unit.BYTES) as update: update(3_000_000, 17_300_000)` shows,
+from the third second on, "loading weights ━━━━ 3.0/17.3 MB 0:00:02".
+"""
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from inference_engine.cli.terminal import Stream, note
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+DELAY_SECONDS = 2.0
+Update = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+class Unit(enum.Enum):
+    """What a phase counts."""
+
+    NOTHING = "nothing"  # its end is not known
+    BYTES = "bytes"
+    SAMPLES = "samples"
+
+
+@contextlib.contextmanager
+def phase(label: str, unit: Unit = Unit.NOTHING, delay: float = DELAY_SECONDS) -> Iterator[Update]:
+    """Shows a phase of the work if it lasts longer than `delay` seconds."""
+    shown = _Phase(label, unit)
+    timer = threading.Timer(delay, shown.show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield shown.update
+    finally:
+        timer.cancel()
+        shown.hide()
+
+
+class _Phase:
+    """One phase; the timer's thread shows it, the main thread updates and hides it."""
+
+    def __init__(self, label: str, unit: Unit) -> None:
+        self._label, self._unit = label, unit
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        self._over = False
+        self._done, self._total = 0, 0
+
+    def show(self) -> None:
+        """Starts the bar, or writes the line where stderr is no terminal."""
+        with self._lock:
+            if self._over:
+                return
+            if not Stream.ERR.is_terminal:
+                note("", f"{self._label} …", "")
+                return
+            self._bar = _bar(self._unit)
+            total = self._total or None
+            self._bar.add_task(self._label, total=total, completed=self._done)
+            self._bar.start()
+
+    def update(self, done: int, total: int) -> None:
+        """Says how far the phase is."""
+        with self._lock:
+            self._done, self._total = done, total
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+
+    def hide(self) -> None:
+        """Takes the bar away; a timer that fires later shows nothing."""
+        with self._lock:
+            self._over = True
+            if self._bar is not None:
+                self._bar.stop()
+
+
+def _bar(unit: Unit) -> "Progress":
+    from rich import progress
+    from rich.console import Console
+
+    middle: dict[Unit, tuple[progress.ProgressColumn, ...]] = {
+        Unit.NOTHING: (),
+        Unit.BYTES: (progress.BarColumn(), progress.DownloadColumn()),
+        Unit.SAMPLES: (progress.BarColumn(), progress.MofNCompleteColumn()),
+    }
+    return progress.Progress(
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        *middle[unit],
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # what goes to stdout is the result
+        redirect_stderr=False,
+    )

@@ -1,0 +1,30 @@
+"""What a command line has to be given from outside: the values that configs/ holds.
+
+Nothing in this package imports configs/; run_serving.py hands it over.
+
+Worked example: `Registries(MODELS, EngineConfig(), SamplingParams(), prompt="KING.\\n")`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from inference_engine.config import EngineConfig
+from inference_engine.sampling_params import SamplingParams
+from layers.hparams import HParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Registries:
+    """Values by name, and the defaults of flags.
+
+    Attributes:
+      models: name → function that returns the model's form.
+      engine: sizes where no flag says otherwise.
+      sampling: settings where no flag says otherwise.
+      prompt: what is continued where no prompt is given.
+    """
+
+    models: Mapping[str, Callable[[], HParams]]
+    engine: EngineConfig
+    sampling: SamplingParams
+    prompt: str
