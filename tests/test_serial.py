@@ -19,7 +19,7 @@ from checkpoints.state import CheckpointState, QuantizedTensor
 from layers.attention import AttentionBlocks
 from layers.embedding import unembed
 from layers.hparams import HParams
-from layers.kv_cache import CacheShape, KVCache
+from layers.kv_cache import KVCache
 from layers.params import Params
 from layers.serial import ForwardOptions, forward
 from tests.model_forms import FORMS, random_ids, random_weights
@@ -70,9 +70,14 @@ def _params(name: str, *, stacked: bool) -> Params:
 
 
 def _nan_cache(hparams: HParams, *, stacked: bool) -> KVCache:
-    shape = CacheShape(hparams.layers, BATCH, hparams.kv_heads, CACHE_TIME, hparams.qkv)
-    cache = jax.eval_shape(lambda: KVCache.zeros(shape, jnp.dtype("float32"), stacked=stacked))
-    return jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype)), cache)
+    shape = (BATCH, hparams.kv_heads, CACHE_TIME, hparams.qkv)
+
+    def nans(*lead: int) -> jax.Array:
+        return jax.device_put(np.full((*lead, *shape), np.nan, np.float32))  # without compiling a fill
+
+    if stacked:
+        return KVCache(nans(hparams.layers), nans(hparams.layers))
+    return KVCache(*(tuple(nans() for _ in range(hparams.layers)) for _ in range(2)))
 
 
 def _error(logits: np.ndarray, reference: np.ndarray) -> float:
