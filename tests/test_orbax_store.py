@@ -274,6 +274,25 @@ def test_a_save_goes_over_what_a_killed_one_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_save_that_cannot_be_put_in_place_leaves_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = make_state(seed=1)
+    save_checkpoint(tmp_path / "a", old)
+    rename = Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if self.name == "a.partial":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(UserError, match=r"cannot be written \(Input/output error\)"):
+        save_checkpoint(tmp_path / "a", make_state(seed=2), overwrite=True)
+    assert_equal(old, open_orbax(tmp_path / "a").state)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", make_state())
     with pytest.raises(UserError, match="exists already"):
