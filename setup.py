@@ -30,6 +30,7 @@ setup(
         "checkpoints",
         "checkpoints.readers",
         "inference_engine",
+        "inference_engine.checking",
         "inference_engine.cli",
         "configs",
     ],

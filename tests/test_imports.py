@@ -26,13 +26,17 @@ OUTSIDE = ("benchmarks", "tests", "training")
 
 # Modules that decide and do not compute: they import without jax.
 PURE = (
+    "configs.engines",
     "configs.models",
+    "configs.prompts",
+    "inference_engine.cli.main",
     "inference_engine.detokenizer",
     "inference_engine.sampling_params",
     "inference_engine.tokenizer",
     "layers.collectives.mode",
     "layers.errors",
     "layers.hparams",
+    "run_serving",
 )
 # Processor time; importing jax alone takes several times as much.
 PURE_IMPORT_SECONDS = 0.3
