@@ -1,47 +1,35 @@
-"""The command `generate` from words to output, in one process.
-
-Compiling is most of a run's time, so runs with the same sizes share an engine here; what a user starts is in
-test_cli_process.py.
+"""The command `generate` from words to output, in one process; what a user starts is in test_cli_process.py.
 
 Worked example: `generate --checkpoint TINY --tokenizer bytes --prompt ab --json` prints one object whose
 prompt has 3 tokens: BOS, a, b.
 """
 
-import copy
 import dataclasses
-import functools
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-import run_serving
 from checkpoints.int8 import quantize_state
-from checkpoints.load import LoadOptions, WeightsDtype, load_params
+from checkpoints.load import LoadOptions, WeightsDtype
 from checkpoints.orbax_store import save_checkpoint
 from checkpoints.state import CheckpointState
 from checkpoints.synthetic import synthetic_state
-from inference_engine.cli import generate_run, model, progress
+from inference_engine.cli import generate_run, model
 from inference_engine.cli.model_flags import LayersForm, ModelOptions
 from inference_engine.cli.prompts import Prompt
 from inference_engine.config import EngineConfig
-from inference_engine.engine import Engine
 from inference_engine.generate import Generator, TextPiece
 from inference_engine.request import Completion, Request
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import ByteTokenizer
 from layers.errors import UserError
-from layers.hparams import HParams
+from tests.cli_runs import Cli, share_programs
 from tests.tiny_checkpoint import TINY, save_tiny
-
-CONTEXT = 64
-ROOM = ("--max_context", str(CONTEXT), "--prefill_chunk", "16")
 
 
 @pytest.fixture(scope="module")
@@ -49,65 +37,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("checkpoints"))
 
 
-@functools.cache
-def compiled(hparams: HParams, load: LoadOptions, config: EngineConfig) -> Engine:
-    """Programs for a form and sizes, with weights of their own."""
-    state = synthetic_state(hparams)
-    return model.load_engine(model.OpenedModel(state, ByteTokenizer(), load), config)
-
-
-def shared_engine(opened: model.OpenedModel, config: EngineConfig) -> Engine:
-    """An engine with the opened weights and programs that other runs use too."""
-    reporting = dataclasses.replace(config, top_logprobs=2)
-    engine = copy.copy(compiled(opened.hparams, opened.load, reporting))
-    engine.params = load_params(opened.state, opened.load)
-    return engine
-
-
-@pytest.fixture(autouse=True)
-def _share_and_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_run, "load_engine", shared_engine)
-    # How long a phase takes is the machine's business.
-    monkeypatch.setattr(progress._Phase, "show", lambda self: None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Its JSON objects."""
-        return [json.loads(line) for line in self.out.splitlines()]
-
-    @property
-    def error(self) -> str:
-        """The one line of a refused run."""
-        assert (self.code, self.out) == (2, ""), self
-        assert self.err.startswith("error: "), self.err
-        assert self.err.count("\n") == 1, self.err
-        return self.err
-
-
-class Cli:
-    """Runs `generate` on the tiny checkpoint."""
-
-    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.path, self.capsys = path, capsys
-
-    def __call__(self, *words: str, path: Path | None = None, tokenizer: str | None = "bytes") -> Run:
-        source = ["--checkpoint", str(path or self.path)]
-        source += [] if tokenizer is None else ["--tokenizer", tokenizer]
-        code = run_serving.main(["generate", *source, *ROOM, *words])
-        return Run(code, *self.capsys.readouterr())
-
-
 @pytest.fixture
-def cli(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    share_programs(monkeypatch)
     return Cli(tiny, capsys)
 
 
@@ -224,115 +156,6 @@ def test_a_file_of_prompts_overrides_line_by_line(cli: Cli, tmp_path: Path) -> N
     assert rows[2]["token_ids"] == alone["token_ids"]
 
 
-def test_one_bad_line_stops_all_unless_it_is_skipped(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    long = "x" * CONTEXT
-    path.write_text(
-        f'{{"prompt": "a"}}\n{{"prompt": 3}}\n{{"prompt": "{long}"}}\n{{"prompt": "b", "top_p": 3}}\n'
-    )
-    words = ("--prompts_file", str(path), "--max_new_tokens", "2", "--json")
-    assert 'p.jsonl line 2: "prompt" is a number' in cli(*words).error
-    run = cli(*words, "--skip_bad_lines")
-    assert run.code == 0
-    assert [(row["index"], row["prompt"]) for row in run.rows] == [(0, "a")]
-    skipped = [line for line in run.err.splitlines() if line.startswith("skipped: ")]
-    assert [line.partition("line ")[2][:2] for line in skipped] == ["2:", "4:", "3:"] or [
-        line.partition("line ")[2][:2] for line in skipped
-    ] == ["2:", "3:", "4:"]
-    path.write_text("[]\n")
-    assert "all 1 lines are bad" in cli(*words, "--skip_bad_lines").err
-    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "{long}"}}\n')
-    assert "line 2: the prompt has 65 tokens; allowed: at most 63" in cli(*words).error
-
-
-def test_a_default_length_shrinks_to_the_room_and_an_asked_one_is_refused(cli: Cli) -> None:
-    prompt = "x" * (CONTEXT - 4)  # BOS and 60 characters leave room for three
-    (row,) = cli("--prompt", prompt, "--json", "--logit_bias", "257=-inf").rows
-    assert (row["prompt_tokens"], row["completion_tokens"], row["finish_reason"]) == (61, 3, "length")
-    error = cli("--prompt", prompt, "--max_new_tokens", "4").error
-    assert (
-        "61 prompt tokens and max_new_tokens=4 exceed the context of 64; nearest: max_new_tokens=3" in error
-    )
-
-
-REFUSED = [
-    (["--prompt", ""], "the prompt is empty"),
-    (["--prompt", "a", "--prompt", ""], "prompt 2 is empty"),
-    (["--prompt", "x" * 64], "the prompt has 65 tokens; allowed: at most 63"),
-    (["--prompt", "a\udcff"], "not UTF-8: byte 0xFF at position 1"),
-    (
-        ["--temperature", "-1"],
-        "--temperature=-1.0 is not allowed; allowed: 0 (greedy) or 1e-06 to 1e+06; nearest: 0",
-    ),
-    (["--temperature", "nan"], "--temperature=nan is not allowed"),
-    (["--top_p", "3"], "--top_p=3.0 is not allowed"),
-    (["--top_k", "0"], "--top_k=0 is not allowed"),
-    (["--top_k", "259"], "top_k=259 is not allowed; allowed: at most the vocabulary, 258"),
-    (["--logit_bias", "258=1"], "logit_bias token=258 is not allowed"),
-    (["--stop_id", "258"], "stop_id token=258 is not allowed"),
-    (["--stop", ""], "--stop[0]=''"),
-    (["--num_samples", "2", "--temperature", "0"], "--num_samples=2"),
-    (["--max_new_tokens", "0"], "--max_new_tokens=0"),
-    (["--slots", "0"], "--slots=0 is not allowed"),
-    (["--logprobs", "2"], "--logprobs with --json"),
-    (["--skip_bad_lines"], "nearest: --prompts_file"),
-    (["--weights", "fp16"], "allowed: float32, bfloat16, int8"),
-    (["--gamma_offset", "1"], "drop gamma_offset"),
-    (["--seed", "1", "--seed", "2"], "--seed is given 2 times"),
-    (["--promt", "a"], "nearest: --prompt"),
-    (["a prompt"], "nearest: --prompt 'a prompt'"),
-    (["--prompts_file", "no_such_file.jsonl"], "no such file"),
-    (["--platform", "quantum"], "allowed: auto, cpu, gpu, tpu"),
-]
-
-
-@pytest.mark.parametrize(("words", "part"), REFUSED, ids=[" ".join(words)[:30] for words, _ in REFUSED])
-def test_bad_input_is_one_line(cli: Cli, words: Sequence[str], part: str) -> None:
-    assert part in cli(*words).error
-
-
-def broken_checkpoints(folder: Path) -> Iterator[tuple[Path, str]]:
-    (folder / "empty").mkdir()
-    yield folder / "empty", "an empty folder"
-    (folder / "empty.npz").touch()
-    yield folder / "empty.npz", "an empty file"
-    (folder / "photo.npz").write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))
-    yield folder / "photo.npz", "a JPEG image"
-    whole = save_tiny(folder)
-    (whole / "checkpoint.json").write_text((whole / "checkpoint.json").read_text()[:100])
-    yield whole, "truncated or not JSON"
-    yield folder / "tinny", "no such file or folder; there is"
-    np.savez(folder / "half.npz", **{"w::x": np.zeros(100, np.float32)})
-    (folder / "cut.npz").write_bytes((folder / "half.npz").read_bytes()[:200])
-    yield folder / "cut.npz", "truncated"
-
-
-def test_a_checkpoint_that_cannot_be_read_is_one_line(cli: Cli, tmp_path: Path) -> None:
-    for path, part in broken_checkpoints(tmp_path):
-        assert part in cli(path=path).error
-
-
-def test_weights_that_are_damaged_inside_are_one_line(cli: Cli, tmp_path: Path) -> None:
-    path = save_tiny(tmp_path)
-    for file in (path / "weights_0").rglob("*"):
-        if file.is_file() and file.stat().st_size > 1000:
-            file.write_bytes(file.read_bytes()[:-500])
-    assert "cannot be read" in cli(path=path).error or "damaged" in cli(path=path).error
-
-
-def test_a_tokenizer_is_asked_for_where_there_is_none(cli: Cli, tmp_path: Path) -> None:
-    error = cli(tokenizer=None).error
-    assert "no tokenizer in it" in error
-    assert "--tokenizer PATH" in error
-    assert "--tokenizer bytes" in error
-    assert "no_tokenizer.model" in cli(tokenizer=str(tmp_path / "no_tokenizer.model")).error
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(cli: Cli, tmp_path: Path) -> None:
-    small = save_tiny(tmp_path, dataclasses.replace(TINY, vocab=200))
-    assert "the tokenizer has 258 ids, the model's vocabulary only 200" in cli(path=small).error
-
-
 def test_ids_that_the_tokenizer_cannot_spell_are_banned() -> None:
     wide = dataclasses.replace(TINY, vocab=300)
     opened = model.OpenedModel(synthetic_state(wide), ByteTokenizer(260), LoadOptions())
@@ -404,13 +227,3 @@ def test_weights_are_held_as_they_are_stored(tmp_path: Path) -> None:
     for name, expected in (("half", WeightsDtype.BFLOAT16), ("int8", WeightsDtype.INT8)):
         opened = model.open_model(ModelOptions(tmp_path / name, tokenizer="bytes"))
         assert opened.load.weights is expected
-
-
-def test_int8_weights_are_not_made_float(cli: Cli, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "int8", quantize_state(synthetic_state(TINY)))
-    assert "allowed: int8" in cli("--weights", "float32", path=tmp_path / "int8").error
-
-
-def test_context_beyond_the_model_is_refused(cli: Cli, tmp_path: Path) -> None:
-    short = save_tiny(tmp_path, dataclasses.replace(TINY, max_positions=32))
-    assert "max_context=64 is beyond this model's 32 positions; nearest: 32" in cli(path=short).error

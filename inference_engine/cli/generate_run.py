@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from inference_engine.cli.generate_command import GeneratePlan
+from inference_engine.cli.generate_plan import GeneratePlan
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.model import (
     OpenedModel,
@@ -132,12 +132,12 @@ def _generate(generator: Generator, fitted: Sequence[Fitted], *, json: bool) -> 
     with interrupts.taken(), _progress() as update:
         try:
             for event in generator.run([request for _, request in fitted]):
-                with interrupts.held():
+                with interrupts.held():  # printed and counted, or neither
                     in_order.take(event)
-                if isinstance(event, Completion):
-                    finished += 1
-                    update(finished, total)
-                    failed += _failure(prompts[event.index], event)
+                    if isinstance(event, Completion):
+                        finished += 1
+                        update(finished, total)
+                        failed += _failure(prompts[event.index], event)
         except KeyboardInterrupt:
             with interrupts.held():
                 in_order.interrupted()
