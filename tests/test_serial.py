@@ -27,8 +27,8 @@ from tests.reference_model import reference_logits
 
 TOLERANCE = 1e-5
 BATCH, TIME, CHUNK = 2, 20, 5
-CACHE_TIME = 23  # more than the tokens, and no multiple of a block
-SMALL_BLOCKS = ForwardOptions(blocks=AttentionBlocks(queries=3, keys=7))
+CACHE_TIME = 23  # more than the tokens; no multiple of a block, so that the last one overlaps its neighbour
+SMALL_BLOCKS = ForwardOptions(blocks=AttentionBlocks(queries=3, keys=8))
 # One of each shape of block: fused, parallel with two norms, serial, with post norms, all biases, qk-norm.
 SOME_FORMS = ("palm", "neox", "qwen3", "gemma2", "phi", "parallel_pre_and_post", "large_epsilons_layer_norm")
 # A program a form and a way of feeding: compiling them without optimisation is seven times as fast.
