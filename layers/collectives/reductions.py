@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from layers.collectives.ring import AxisName, require_varying
+from layers.collectives.ring import AxisName, axis_names, require_varying
 
 FLOAT32_EXPONENT_BITS, FLOAT32_MANTISSA_BITS = 8, 23
 
@@ -29,7 +29,7 @@ def reduce_scatter(
       reduce_dtype: what travels.
       dimension: the dim that is scattered.
     """
-    names = _names(axis_name)
+    names = axis_names(axis_name)
     require_varying(names, lax.axis_size(names), x)
     total = x.astype(reduce_dtype)
     for name in names:
@@ -39,7 +39,7 @@ def reduce_scatter(
 
 def all_reduce(x: Float[Array, "..."], axis_name: AxisName, reduce_dtype: str) -> Float32[Array, "..."]:
     """Sum over the chips of the axes; the same on all of them. `reduce_dtype` is what travels."""
-    names = _names(axis_name)
+    names = axis_names(axis_name)
     require_varying(names, lax.axis_size(names), x)
     return pinned(lax.psum(x.astype(reduce_dtype), names))
 
@@ -49,7 +49,3 @@ def pinned(total: Float[Array, "..."]) -> Float32[Array, "..."]:
     if total.dtype != jnp.float32:
         return total.astype(jnp.float32)
     return lax.reduce_precision(total, FLOAT32_EXPONENT_BITS, FLOAT32_MANTISSA_BITS)
-
-
-def _names(axis_name: AxisName) -> tuple[str, ...]:
-    return (axis_name,) if isinstance(axis_name, str) else axis_name

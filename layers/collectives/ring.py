@@ -1,7 +1,9 @@
 """A ring of chips over one mesh axis, or over several taken as one.
 
 A chip sits at `index`; `hop(x, +1)` hands every chip's x to the next one, so that a chip then holds
-what its predecessor had. Over a tuple of axes the first is the major one, as everywhere in jax.
+what its predecessor had. Over a tuple of axes the first is the major one. So it is for jax's `axis_index`
+and its other collectives, in whatever order the axes are named; `ppermute` alone (jax 0.10.2) counts
+places in the mesh's own order. `Ring` names the axes to it in that order and translates the places.
 
 What makes a TPU run a hop and a matmul at the same time is the order of its one instruction stream:
 `collective-permute-start`, the matmul, `collective-permute-done`. The compiler chooses that order, and
@@ -20,6 +22,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -36,18 +39,27 @@ class Ring:
       axis_name: one mesh axis or a tuple of them.
       size: chips on the ring.
       index: this chip's place on it.
+      mesh_axes: the same axes in the mesh's order.
+      positions: of each place on the ring, its number when chips are counted in that order.
       max_unrolled: steps that are written out; a longer ring becomes a rolled loop.
     """
 
     axis_name: AxisName
     size: int
     index: Int[Array, ""]
+    mesh_axes: tuple[str, ...]
+    positions: tuple[int, ...]
     max_unrolled: int
 
     @classmethod
     def over(cls, axis_name: AxisName, max_unrolled: int) -> "Ring":
         """The ring over one axis name or a tuple of them."""
-        return cls(axis_name, lax.axis_size(axis_name), lax.axis_index(axis_name), max_unrolled)
+        names = axis_names(axis_name)
+        mesh_axes = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
+        numbers = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in mesh_axes])
+        positions = numbers.transpose([mesh_axes.index(name) for name in names]).ravel().tolist()
+        index = lax.axis_index(axis_name)
+        return cls(axis_name, len(positions), index, mesh_axes, tuple(positions), max_unrolled)
 
     @property
     def opposite(self) -> int | None:
@@ -60,7 +72,8 @@ class Ring:
 
     def hop(self, x: Array, direction: int) -> Array:
         """What the chip `direction` places back held: x moves on by `direction`, +1 or −1."""
-        return lax.ppermute(x, self.axis_name, [(i, (i + direction) % self.size) for i in range(self.size)])
+        target = self.positions[direction:] + self.positions[:direction]
+        return lax.ppermute(x, self.mesh_axes, list(zip(self.positions, target, strict=True)))
 
     def run(self, step: Callable[[Index, Carry], Carry], carry: Carry, start: int, stop: int) -> Carry:
         """carry = step(k, carry) for k from start to stop − 1, written out unless the ring is long."""
@@ -69,6 +82,11 @@ class Ring:
         for k in range(start, stop):
             carry = step(k, carry)
         return carry
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
 def after(x: Float[Array, "..."], *earlier: Array) -> Float[Array, "..."]:
@@ -87,9 +105,8 @@ def require_varying(axis_name: AxisName, size: int, *arrays: Array) -> None:
     Raises:
       ValueError: none of the arrays varies over one of the axes, or `shard_map` runs with check_vma=False.
     """
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
     varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    missing = [name for name in names if name not in varying]
+    missing = [name for name in axis_names(axis_name) if name not in varying]
     if missing and size > 1:
         raise ValueError(
             f"nothing here varies over mesh axis {', '.join(missing)}; allowed: a shard or a partial sum "
