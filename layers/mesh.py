@@ -23,6 +23,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,6 +31,23 @@ from jax.sharding import AxisType, Mesh
 
 from layers.errors import UserError
 from layers.mesh_shape import AXES, MeshShape, legal_shapes, nearest_shape
+
+
+@runtime_checkable
+class Place(Protocol):
+    """What is read of any device."""
+
+    id: int
+    platform: str
+
+
+@runtime_checkable
+class TpuPlace(Place, Protocol):
+    """What is read of a TPU's device, beside its `slice_index`, which some lack."""
+
+    coords: Sequence[int]
+    core_on_chip: int
+
 
 Factors = tuple[int, int, int]  # what one physical axis contributes to x, y and z
 
@@ -46,7 +64,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     return Mesh(arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def arrange(shape: MeshShape, devices: Sequence[jax.Device]) -> np.ndarray:
+def arrange(shape: MeshShape, devices: Sequence[Place]) -> np.ndarray:
     """The devices as an array [x, y, z]; see `make_mesh`."""
     if devices[0].platform == "tpu":
         return _by_coordinates(shape, _grid(devices))
@@ -67,7 +85,7 @@ def _by_coordinates(shape: MeshShape, grid: np.ndarray) -> np.ndarray:
     return split.transpose(order).reshape(shape.sizes)
 
 
-def _grid(devices: Sequence[jax.Device]) -> np.ndarray:
+def _grid(devices: Sequence[TpuPlace]) -> np.ndarray:
     """The devices at their coordinates, cores of a chip last where a chip has several."""
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
     if len(slices) > 1:
@@ -119,7 +137,7 @@ def _mismatch(shape: MeshShape, found: int, where: str, remark: str) -> UserErro
     )
 
 
-def _object_array(devices: Sequence[jax.Device]) -> np.ndarray:
+def _object_array(devices: Sequence[Place]) -> np.ndarray:
     array = np.empty(len(devices), dtype=object)
     array[:] = devices
     return array
