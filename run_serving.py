@@ -9,22 +9,25 @@ Nothing heavy is imported here: jax starts after the flags are understood.
 import sys
 from collections.abc import Sequence
 
-from configs.engines import interactive
-from configs.models import MODELS
-from configs.prompts import free_text, shakespeare_prompt
-from inference_engine.cli.generate_command import generate_command
-from inference_engine.cli.main import main as run_command
-from inference_engine.cli.registries import Registries
-
-REGISTRIES = Registries(
-    models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
-)
-COMMANDS = (generate_command(REGISTRIES),)
+from inference_engine.cli.interrupts import Interrupts
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command that the words name (default: those of the process); returns the exit code."""
-    return run_command(COMMANDS, sys.argv[1:] if words is None else words)
+    interrupts = Interrupts()
+    with interrupts.taken():  # before anything else is imported, which a Ctrl-C may interrupt too
+        from configs.engines import interactive
+        from configs.models import MODELS
+        from configs.prompts import free_text, shakespeare_prompt
+        from inference_engine.cli.generate_command import generate_command
+        from inference_engine.cli.main import main as run_command
+        from inference_engine.cli.registries import Registries
+
+        registries = Registries(
+            models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
+        )
+        commands = (generate_command(registries),)
+        return run_command(commands, sys.argv[1:] if words is None else words, interrupts)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import run_serving
 from checkpoints.load import LoadOptions, load_params
 from checkpoints.synthetic import synthetic_state
 from inference_engine.cli import generate_run, model, progress
+from inference_engine.cli.interrupts import Interrupts
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.tokenizer import ByteTokenizer
@@ -31,12 +32,13 @@ ROOM = ("--max_context", str(CONTEXT), "--prefill_chunk", "16")
 def compiled(hparams: HParams, load: LoadOptions, config: EngineConfig) -> Engine:
     """Programs for a form and sizes, with weights of their own."""
     state = synthetic_state(hparams)
-    return model.load_engine(model.OpenedModel(state, ByteTokenizer(), load), config)
+    return model.load_engine(model.OpenedModel(state, ByteTokenizer(), load), config, Interrupts())
 
 
-def shared_engine(opened: model.OpenedModel, config: EngineConfig) -> Engine:
+def shared_engine(opened: model.OpenedModel, config: EngineConfig, interrupts: Interrupts) -> Engine:
     """An engine with the opened weights and programs that other runs use too."""
     reporting = dataclasses.replace(config, top_logprobs=2)
+    del interrupts
     engine = copy.copy(compiled(opened.hparams, opened.load, reporting))
     engine.params = load_params(opened.state, opened.load)
     return engine

@@ -7,7 +7,6 @@ prompt has 3 tokens: BOS, a, b.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -23,8 +22,6 @@ from inference_engine.cli import generate_run, model
 from inference_engine.cli.model_flags import LayersForm, ModelOptions
 from inference_engine.cli.prompts import Prompt
 from inference_engine.config import EngineConfig
-from inference_engine.generate import Generator, TextPiece
-from inference_engine.request import Completion, Request
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import ByteTokenizer
 from layers.errors import UserError
@@ -177,27 +174,6 @@ def test_unusable_logits_end_a_text_with_exit_code_1(cli: Cli, tmp_path: Path) -
     assert run.code == 1
     assert run.rows[0]["finish_reason"] == "error"
     assert "error: the prompt: the model's logits were not finite after 0 tokens" in run.err
-
-
-def test_an_interrupt_prints_what_there_is_and_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Generator.run
-
-    def interrupted(self: Generator, requests: Sequence[Request]) -> Iterator[TextPiece | Completion]:
-        for event in real(self, requests):
-            yield event
-            if isinstance(event, Completion):
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Generator, "run", interrupted)
-    words = ("--prompt", "A", "--prompt", "B", "--max_new_tokens", "9", "--logit_bias", "66=1000")
-    run = cli(*words)
-    assert run.code == 130
-    assert run.err.startswith("interrupted: 1 of 2 texts finished, ")
-    assert run.err.count("\n") == 1
-    assert run.out.startswith("--- prompt 1 of 2 ---\nABBBBBBBBB\n\n--- prompt 2 of 2 ---\nBBBBBBBB")
-    run = cli(*words, "--json")
-    assert run.code == 130
-    assert [row["prompt"] for row in run.rows] == ["A"]
 
 
 @pytest.mark.parametrize(

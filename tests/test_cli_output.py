@@ -6,21 +6,15 @@ Worked example: the second of two texts ends first. It is printed after the firs
 import io
 import itertools
 import json
-import os
 import random
-import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from inference_engine.cli import progress, terminal
 from inference_engine.cli.errors import OutputError
-from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.output import InOrder, JsonPrinter, TextPrinter
-from inference_engine.cli.progress import Unit, phase
 from inference_engine.cli.prompts import Prompt
 from inference_engine.cli.report import RunReport, quantity
 from inference_engine.cli.terminal import Output, Stream, note, styled, visible
@@ -28,6 +22,7 @@ from inference_engine.generate import TextPiece
 from inference_engine.request import Completion, FinishReason
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import ByteTokenizer
+from tests.cli_screen import screen
 
 Event = TextPiece | Completion
 
@@ -178,25 +173,6 @@ def test_a_number_that_json_lacks_becomes_null(capsys: pytest.CaptureFixture[str
     assert row["top"][0]["token"] == ""  # an id that the tokenizer does not have
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-def screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal as stdout from now on; pytest would replace one that a fixture sets."""
-    fake = Terminal()
-    monkeypatch.setattr(sys, "stdout", fake)
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    return fake
-
-
 def test_a_terminal_obeys_nothing_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     stdout = screen(monkeypatch)
     run_text(events_of(0, 0, "a\x1b[2J\r\x07\x9bb\tc\n"), [prompt(0, "[bold]P\x1b")])
@@ -245,45 +221,6 @@ def test_output_that_cannot_be_written_is_told_from_a_reader_that_left(
     monkeypatch.undo()
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.01)  # the handler runs between two steps of the interpreter
-
-
-def test_an_interrupt_waits_for_the_end_of_a_write() -> None:
-    interrupts, done = Interrupts(), []
-    before = signal.getsignal(signal.SIGINT)
-
-    def write() -> None:
-        with interrupts.held():
-            interrupt()
-            done.append("written")
-
-    with interrupts.taken():
-        with pytest.raises(KeyboardInterrupt):
-            write()
-        with interrupts.held():
-            done.append("again")
-        with pytest.raises(KeyboardInterrupt):
-            interrupt()
-    assert done == ["written", "again"]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_second_interrupt_does_not_wait() -> None:
-    interrupts, done = Interrupts(), []
-
-    def write() -> None:
-        with interrupts.held():
-            interrupt()
-            interrupt()
-            done.append("never")
-
-    with interrupts.taken(), pytest.raises(KeyboardInterrupt):
-        write()
-    assert done == []
-
-
 def report(**changes: Any) -> str:
     fields: dict[str, Any] = {
         "platform": "cpu", "device_kind": "cpu", "devices": 1, "parameters": 5_470_000, "weights": "float32",
@@ -318,49 +255,3 @@ def test_the_last_line_says_where_and_how_fast() -> None:
 )
 def test_quantities_have_three_digits(number: int, text: str) -> None:
     assert quantity(number) == text
-
-
-def test_a_short_phase_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with phase("compiling", delay=5.0) as update:
-        update(1, 2)
-    assert capsys.readouterr().err == ""
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came")
-
-
-def test_a_long_phase_is_one_line_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", error)
-    with phase("compiling", delay=0.0):
-        wait_for(lambda: error.getvalue() != "")
-    assert error.getvalue() == "compiling …\n"
-
-
-def test_a_long_phase_is_a_bar_with_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdout, error = screen(monkeypatch), Terminal()
-    monkeypatch.setattr(sys, "stderr", error)
-    with phase("loading weights", Unit.BYTES, delay=0.0) as update:
-        update(3_000_000, 17_300_000)
-        wait_for(lambda: "loading weights" in error.getvalue())
-        wait_for(lambda: "3.0/17.3 MB" in error.getvalue())
-    assert stdout.getvalue() == ""  # stdout is for the result
-
-
-def test_a_phase_that_ended_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    ended = progress._Phase("compiling", Unit.NOTHING)
-    ended.hide()
-    ended.show()
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
-
-
-def test_the_streams_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdout = screen(monkeypatch)
-    assert terminal.Stream.OUT.file is stdout
-    assert terminal.Stream.OUT.is_terminal

@@ -9,6 +9,7 @@ Worked example: `generate --temperature -1` is refused in a tenth of a second.
 """
 
 from inference_engine.cli.generate_plan import plan_of
+from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.model_flags import engine_group, model_group
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
@@ -43,12 +44,12 @@ _EXAMPLES = (
 def generate_command(registries: Registries) -> Command:
     """The command, with the defaults of these registries."""
 
-    def run(flags: Flags) -> int:
+    def run(flags: Flags, interrupts: Interrupts) -> int:
         plan = plan_of(flags, registries)
-        with phase("starting JAX"):
+        with phase("starting JAX", interrupts):
             start_jax(runtime_options(flags))
             from inference_engine.cli import generate_run
-        return generate_run.run(plan)
+        return generate_run.run(plan, interrupts)
 
     return Command(
         name="generate",

@@ -31,7 +31,7 @@ from inference_engine.cli.progress import Unit, Update, phase
 from inference_engine.cli.prompts import BadLine, Prompt, keep_good
 from inference_engine.cli.report import RunReport
 from inference_engine.cli.sampling_flags import renamed
-from inference_engine.cli.terminal import Output, note
+from inference_engine.cli.terminal import Output, Stream, note
 from inference_engine.config import EngineConfig
 from inference_engine.generate import Generator
 from inference_engine.request import Completion, FinishReason, Request, check_request
@@ -41,22 +41,23 @@ from layers.errors import UserError
 Fitted = tuple[Prompt, Request]
 
 
-def run(plan: GeneratePlan) -> int:
+def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
     """Generates and prints everything; returns the exit code.
 
-    Raises UserError before anything is generated; KeyboardInterrupt, with a summary, after what there is
-    has been printed.
+    Raises UserError before anything is generated.
     """
     model = open_model(plan.model)
     activations = default_activation_dtype(model.load.weights)
     config = plan.engine.resolve(model.hparams.max_positions, plan.top_logprobs, activations)
     config.check_model(model.hparams)
     fitted = fit_all(plan, model, config)
-    generator = Generator(load_engine(model, config), model.tokenizer)
+    generator = Generator(load_engine(model, config, interrupts), model.tokenizer)
     try:
-        failed = _generate(generator, fitted, json=plan.json)
+        failed = _generate(generator, fitted, interrupts, json=plan.json)
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, model, config) from None
+    if Stream.OUT.is_terminal and Stream.ERR.is_terminal:
+        note("", "", "")  # a blank line between the text and the figures
     note(_report(generator, model).line(), "", "dim")
     for line in failed:
         note("error", line, "bold red")
@@ -121,30 +122,28 @@ def _only_spellable(params: SamplingParams, spelled: int, vocab: int) -> Samplin
     return dataclasses.replace(params, logit_bias={**params.logit_bias, **bans})
 
 
-def _generate(generator: Generator, fitted: Sequence[Fitted], *, json: bool) -> list[str]:
+def _generate(
+    generator: Generator, fitted: Sequence[Fitted], interrupts: Interrupts, *, json: bool
+) -> list[str]:
     """Prints every text; returns a line for each that the model could not finish."""
     prompts = [prompt for prompt, _ in fitted]
     output = Output()
     printer = JsonPrinter(prompts, output, generator.tokenizer) if json else TextPrinter(prompts, output)
-    in_order, interrupts = InOrder(prompts, printer), Interrupts()
-    total = sum(prompt.params.num_samples for prompt in prompts)
-    finished, failed = 0, []
-    with interrupts.taken(), _progress() as update:
-        try:
-            for event in generator.run([request for _, request in fitted]):
-                with interrupts.held():  # printed and counted, or neither
-                    in_order.take(event)
-                    if isinstance(event, Completion):
-                        finished += 1
-                        update(finished, total)
-                        failed += _failure(prompts[event.index], event)
-        except KeyboardInterrupt:
-            with interrupts.held():
-                in_order.interrupted()
-            tokens = generator.stats.decode_tokens
-            raise KeyboardInterrupt(
-                f"{finished} of {total} texts finished, {tokens:,} tokens generated"
-            ) from None
+    in_order = InOrder(prompts, printer)
+    finished, total, failed = 0, sum(prompt.params.num_samples for prompt in prompts), []
+
+    def close() -> str:
+        in_order.interrupted()
+        return f"{finished} of {total} texts finished, {generator.stats.decode_tokens:,} tokens generated"
+
+    with interrupts.closing(close), _progress(interrupts) as update:
+        for event in generator.run([request for _, request in fitted]):
+            with interrupts.held():  # printed and counted, or neither
+                in_order.take(event)
+                if isinstance(event, Completion):
+                    finished += 1
+                    update(finished, total)
+                    failed += _failure(prompts[event.index], event)
     return failed
 
 
@@ -156,12 +155,12 @@ def _failure(prompt: Prompt, completion: Completion) -> list[str]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Update]:
+def _progress(interrupts: Interrupts) -> Iterator[Update]:
     """Progress where stdout is a file; elsewhere the output shows it itself, or shares the screen."""
     if not _stdout_is_file():
         yield _unseen
         return
-    with phase("generating", Unit.SAMPLES) as update:
+    with phase("generating", interrupts, Unit.SAMPLES) as update:
         yield update
 
 

@@ -1,7 +1,7 @@
 """Runs one command and turns its outcome into an exit code.
 
-A user's mistake is one line on stderr; an interrupt is one line; a reader that went away is silence.
-Any other exception is a defect of this program and keeps its traceback.
+A user's mistake is one line on stderr; a reader that went away is silence; for Ctrl-C see interrupts.py. Any
+other exception is a defect of this program and keeps its traceback.
 
 Data flow: words → command → `flags.parse` → `Command.run` → exit code (see `help_text.EXIT_CODES`).
 
@@ -17,27 +17,24 @@ from collections.abc import Sequence
 from inference_engine.cli import flags
 from inference_engine.cli.errors import OutputError
 from inference_engine.cli.help_text import MAX_WIDTH, PROGRAM, command_help, overview
+from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.options import Command
 from inference_engine.cli.terminal import Output, note
 from layers.errors import UserError
 
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130
 READER_GONE = 141
 _HELP_WORDS = ("--help", "-h", "help")
 
 
-def main(commands: Sequence[Command], words: Sequence[str]) -> int:
+def main(commands: Sequence[Command], words: Sequence[str], interrupts: Interrupts) -> int:
     """Runs the command that the words name; returns the exit code."""
     try:
-        code = _dispatch(commands, words)
+        return _dispatch(commands, words, interrupts)
     except UserError as error:
         note("error", str(error), "bold red")
         return BAD_INPUT
-    except KeyboardInterrupt as interrupt:
-        note("interrupted", str(interrupt), "bold yellow")
-        return INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         return READER_GONE
@@ -45,10 +42,9 @@ def main(commands: Sequence[Command], words: Sequence[str]) -> int:
         _drop_output()
         note("error", str(error), "bold red")
         return FAILED
-    return code
 
 
-def _dispatch(commands: Sequence[Command], words: Sequence[str]) -> int:
+def _dispatch(commands: Sequence[Command], words: Sequence[str], interrupts: Interrupts) -> int:
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     if not words or words[0] in _HELP_WORDS:
         Output().write(overview(commands, width) + "\n")
@@ -58,7 +54,7 @@ def _dispatch(commands: Sequence[Command], words: Sequence[str]) -> int:
     if parsed is None:
         Output().write(command_help(command, width) + "\n")
         return 0
-    return command.run(parsed)
+    return command.run(parsed, interrupts)
 
 
 def _find(commands: Sequence[Command], word: str) -> Command:

@@ -19,6 +19,7 @@ from checkpoints.formats import open_checkpoint
 from checkpoints.load import LoadOptions, WeightsDtype, load_params
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
+from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.config import EngineConfig
@@ -75,16 +76,16 @@ def default_activation_dtype(weights: WeightsDtype) -> str:
     return "float32" if on_cpu() or weights is WeightsDtype.FLOAT32 else "bfloat16"
 
 
-def load_engine(model: OpenedModel, config: EngineConfig) -> Engine:
+def load_engine(model: OpenedModel, config: EngineConfig, interrupts: Interrupts) -> Engine:
     """Reads the weights and compiles the steps, with progress on stderr.
 
     Raises UserError: damaged weights, weights that the dtype does not allow, not enough memory.
     """
     config.check_model(model.hparams)
     try:
-        with phase("loading weights", Unit.BYTES) as update:
+        with phase("loading weights", interrupts, Unit.BYTES) as update:
             params = load_params(model.state, model.load, update)
-        with phase("compiling"):
+        with phase("compiling", interrupts):
             options = ForwardOptions(config.activation_dtype)
             return Engine(OneDeviceModel(model.hparams, options), params, config)
     except jax.errors.JaxRuntimeError as error:

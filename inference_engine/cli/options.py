@@ -14,6 +14,8 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from inference_engine.cli.interrupts import Interrupts
+
 
 class Kind(enum.Enum):
     """What a flag's value is; the enum's value is how messages name it."""
@@ -92,7 +94,7 @@ class Command:
       summary: one line for the overview.
       description: paragraphs for the command's own help.
       groups: its flags.
-      run: takes the flags, returns the exit code.
+      run: takes the flags and the answer to Ctrl-C, returns the exit code.
       examples: pairs of a comment and the arguments after the program's name.
     """
 
@@ -100,7 +102,7 @@ class Command:
     summary: str
     description: tuple[str, ...]
     groups: tuple[Group, ...]
-    run: Callable[[Flags], int]
+    run: Callable[[Flags, Interrupts], int]
     examples: tuple[tuple[str, str], ...] = ()
 
     @property

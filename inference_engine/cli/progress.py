@@ -4,10 +4,10 @@ Idea: a bar that flashes by is noise, so a phase shows itself only after a delay
 it is a bar with bytes, or a spinner where the end is not known, gone when the phase ends. Where stderr is
 a file it is one line that says what is going on.
 
-Data flow: `phase(label)` → timer → rich progress bar; `update(done, total)` moves it.
+Data flow: `phase(label, …)` → timer → rich progress bar; `update(done, total)` moves it.
 
-Worked example: `with phase("loading weights", Unit.BYTES) as update: update(3_000_000, 17_300_000)` shows,
-from the third second on, "loading weights ━━━━ 3.0/17.3 MB 0:00:02".
+Worked example: inside `with phase("loading weights", interrupts, Unit.BYTES) as update`, a call of
+`update(3_000_000, 17_300_000)` shows, from the third second on, "loading weights ━━━━ 3.0/17.3 MB 0:00:02".
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.terminal import Stream, note
 
 if TYPE_CHECKING:
@@ -35,17 +36,20 @@ class Unit(enum.Enum):
 
 
 @contextlib.contextmanager
-def phase(label: str, unit: Unit = Unit.NOTHING, delay: float = DELAY_SECONDS) -> Iterator[Update]:
+def phase(
+    label: str, interrupts: Interrupts, unit: Unit = Unit.NOTHING, delay: float = DELAY_SECONDS
+) -> Iterator[Update]:
     """Shows a phase of the work if it lasts longer than `delay` seconds."""
     shown = _Phase(label, unit)
     timer = threading.Timer(delay, shown.show)
     timer.daemon = True
     timer.start()
-    try:
-        yield shown.update
-    finally:
-        timer.cancel()
-        shown.hide()
+    with interrupts.closing(shown.hide):
+        try:
+            yield shown.update
+        finally:
+            timer.cancel()
+            shown.hide()
 
 
 class _Phase:
@@ -53,7 +57,7 @@ class _Phase:
 
     def __init__(self, label: str, unit: Unit) -> None:
         self._label, self._unit = label, unit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an interrupt hides the phase wherever its thread is
         self._bar: Progress | None = None
         self._over = False
         self._done, self._total = 0, 0
@@ -78,12 +82,13 @@ class _Phase:
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
-    def hide(self) -> None:
-        """Takes the bar away; a timer that fires later shows nothing."""
+    def hide(self) -> str:
+        """Takes the bar away; a timer that fires later shows nothing. There is nothing to say of it."""
         with self._lock:
             self._over = True
             if self._bar is not None:
                 self._bar.stop()
+        return ""
 
 
 def _bar(unit: Unit) -> "Progress":

@@ -1,0 +1,189 @@
+"""Ctrl-C and progress: the process leaves at once, after what it has begun to write, and without a bar.
+
+Worked example: a signal inside `held` is answered at the end of the block, a second one at once.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from inference_engine.cli import progress
+from inference_engine.cli.interrupts import Interrupts
+from inference_engine.cli.progress import Unit, phase
+from tests.cli_screen import Terminal, screen
+
+
+class Left(BaseException):
+    """Stands for the end of the process."""
+
+
+def leave(code: int) -> None:
+    raise Left(code)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)  # the handler runs between two steps of the interpreter
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    before = signal.getsignal(signal.SIGINT)
+    taking = Interrupts(leave)
+    with taking.taken():
+        yield taking
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def left(action: Callable[[], None]) -> bool:
+    """Whether the action ended the process, with the right code."""
+    with pytest.raises(Left) as end:
+        action()
+    return end.value.args == (130,)
+
+
+def test_an_interrupt_ends_the_process_with_one_line(
+    interrupts: Interrupts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert left(interrupt)
+    assert capfd.readouterr() == ("", "interrupted\n")
+
+
+def test_what_has_to_be_done_is_done_first_newest_first(
+    interrupts: Interrupts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = []
+
+    def closer(name: str, words: str) -> Callable[[], str]:
+        return lambda: done.append(name) or words
+
+    with interrupts.closing(closer("old", "1 of 2")), interrupts.closing(closer("new", "")):
+        with interrupts.closing(closer("over", "never")):
+            pass
+        assert left(interrupt)
+    assert done == ["new", "old"]
+    assert capfd.readouterr().err == "interrupted: 1 of 2\n"
+
+
+def test_nothing_keeps_the_process_from_ending(
+    interrupts: Interrupts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> str:
+        raise BrokenPipeError
+
+    with interrupts.closing(fail):
+        assert left(interrupt)
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_waits_for_the_end_of_a_write(interrupts: Interrupts) -> None:
+    done = []
+
+    def write() -> None:
+        with interrupts.held():
+            interrupt()
+            done.append("written")
+        done.append("never")
+
+    assert left(write)
+    assert done == ["written"]
+
+
+def test_a_write_without_an_interrupt_goes_on(interrupts: Interrupts) -> None:
+    with interrupts.held():
+        pass
+    assert left(interrupt)
+
+
+def test_a_second_interrupt_does_not_wait(interrupts: Interrupts) -> None:
+    done = []
+
+    def write() -> None:
+        with interrupts.held():
+            interrupt()
+            interrupt()
+            done.append("never")
+
+    assert left(write)
+    assert done == []
+
+
+def test_an_interrupt_while_it_is_ending_ends_it(interrupts: Interrupts) -> None:
+    done = []
+
+    def slow() -> str:
+        interrupt()
+        done.append("never")
+        return ""
+
+    with interrupts.closing(slow):
+        assert left(interrupt)
+    assert done == []
+
+
+@contextlib.contextmanager
+def started(label: str, unit: Unit = Unit.NOTHING, delay: float = 0.0) -> Iterator[progress.Update]:
+    with phase(label, Interrupts(leave), unit, delay) as update:
+        yield update
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def test_a_short_phase_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with started("compiling", delay=5.0) as update:
+        update(1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_phase_is_one_line_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", error)
+    with started("compiling"):
+        wait_for(lambda: error.getvalue() != "")
+    assert error.getvalue() == "compiling …\n"
+
+
+def test_a_long_phase_is_a_bar_with_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout, error = screen(monkeypatch), Terminal()
+    monkeypatch.setattr(sys, "stderr", error)
+    with started("loading weights", Unit.BYTES) as update:
+        update(3_000_000, 17_300_000)
+        wait_for(lambda: "loading weights" in error.getvalue())
+        wait_for(lambda: "3.0/17.3 MB" in error.getvalue())
+    assert stdout.getvalue() == ""  # stdout is for the result
+
+
+def test_a_phase_that_ended_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", error)
+    ended = progress._Phase("compiling", Unit.NOTHING)
+    ended.hide()
+    ended.show()
+    assert error.getvalue() == ""
+
+
+def test_an_interrupt_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch, interrupts: Interrupts) -> None:
+    screen(monkeypatch)
+    error = Terminal()
+    monkeypatch.setattr(sys, "stderr", error)
+    hidden, shown_again = "\x1b[?25l", "\x1b[?25h"  # the cursor
+
+    def work() -> None:
+        with phase("compiling", interrupts, delay=0.0):
+            wait_for(lambda: hidden in error.getvalue())
+            interrupt()
+
+    assert left(work)
+    assert error.getvalue().rindex(shown_again) > error.getvalue().rindex(hidden)
