@@ -12,7 +12,8 @@ Worked example: PaLM 8B in bfloat16 ends as 17.3 GB; while loading, one float32 
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,10 @@ class LoadOptions:
         return shardings(self.placement.mesh, param_specs(params, self.placement.layout))
 
 
-Pair = tuple[jax.Array, jax.Array]
+Pair = tuple[Any, Any]
+"""An int8 kernel's values and scales."""
+Loaded = dict[str, Any]
+"""Key → array, or `QuantizedTensor` of arrays."""
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
 
@@ -120,17 +124,17 @@ class _Programs:
         self.hparams, self.options = hparams, options
         self._layer = None
 
-    def ends(self, leaves: dict[str, Entry]) -> Params:
+    def ends(self, leaves: Loaded) -> Params:
         """Everything but the layers, as `Params` without layers."""
         dtype, storage = self.options.weights.float_dtype, self.options.storage
 
-        def program(leaves: dict[str, jax.Array]) -> Params:
+        def program(leaves: Loaded) -> Params:
             return Params(layers=(), **preprocess_ends(self.hparams, leaves, dtype, storage))
 
         target = self.options.shardings(jax.eval_shape(program, leaves))
         return jax.jit(program, out_shardings=target)(leaves)
 
-    def layer(self, leaves: dict[str, Entry]) -> LayerParams:
+    def layer(self, leaves: Loaded) -> LayerParams:
         """One layer; its program is compiled once."""
         floats, pairs = _split(leaves)
         if self._layer is None:
@@ -138,7 +142,7 @@ class _Programs:
             self._layer = jax.jit(self._preprocess, out_shardings=target)
         return self._layer(floats, pairs)
 
-    def _preprocess(self, floats: dict[str, jax.Array], pairs: dict[str, Pair]) -> LayerParams:
+    def _preprocess(self, floats: Loaded, pairs: dict[str, Pair]) -> LayerParams:
         quantized = {key: QuantizedTensor(*pair) for key, pair in pairs.items()}
         dtype, storage = self.options.weights.float_dtype, self.options.storage
         return preprocess_layer(self.hparams, floats | quantized, dtype, storage)
@@ -184,11 +188,11 @@ class _Reader:
     def __init__(self, total: int, progress: Progress) -> None:
         self.total, self.done, self.progress = total, 0, progress
 
-    def read(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+    def read(self, entries: Mapping[str, Any]) -> Loaded:
         """The same entries as arrays."""
         return {key: self._read_entry(entry) for key, entry in entries.items()}
 
-    def _read_entry(self, entry: Entry) -> Entry:
+    def _read_entry(self, entry: Entry) -> Any:
         if isinstance(entry, QuantizedTensor):
             return QuantizedTensor(self._read_entry(entry.qvalue), self._read_entry(entry.scale))
         array = np.asarray(entry[...])
@@ -197,7 +201,7 @@ class _Reader:
         return array
 
 
-def _split(leaves: dict[str, Entry]) -> tuple[dict[str, jax.Array], dict[str, Pair]]:
+def _split(leaves: Loaded) -> tuple[Loaded, dict[str, Pair]]:
     """Float leaves, and int8 ones as (value, scale): pytrees for a jit boundary."""
     floats = {key: leaf for key, leaf in leaves.items() if not isinstance(leaf, QuantizedTensor)}
     pairs = {

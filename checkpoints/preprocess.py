@@ -18,6 +18,7 @@ Worked example: qkv 64, no cap: q columns are multiplied by log2(e)/8 = 0.18034.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from layers.numerics import LOG2_E, SWISH_FOLD
 from layers.params import LayerParams, Params
 from layers.quantization import Int8Weight, Weight
 
-Leaves = Mapping[str, jax.Array | QuantizedTensor]
+Leaves = Mapping[str, Any]
+"""Arrays, shapes of arrays, or `QuantizedTensor`s of them; before a read, lazy entries."""
 
 ONE_DEVICE = OneDevice()
 
@@ -40,7 +42,7 @@ def query_constant(hparams: HParams) -> float:
     return hparams.softmax_scale * (1.0 if hparams.attn_softcap is not None else LOG2_E)
 
 
-def _matrix(entry: jax.Array | QuantizedTensor, rows: int) -> Weight:
+def _matrix(entry: Any, rows: int) -> Weight:
     """A kernel as `[rows, columns]` with float32 values or int8 values and float32 scales."""
     if isinstance(entry, QuantizedTensor):
         return Int8Weight(jnp.reshape(entry.qvalue, (rows, -1)), jnp.reshape(entry.scale, -1))
@@ -164,7 +166,7 @@ def preprocess_layer(
 
 def preprocess_ends(
     hparams: HParams, leaves: Leaves, dtype: jnp.dtype, storage: Storage = ONE_DEVICE
-) -> dict[str, jax.Array | NormParams]:
+) -> dict[str, Any]:
     """What of `Params` is not a layer: embedding, final norm, lm_head and its bias.
 
     Embedding and lm_head are float in every weights dtype, `dtype` says which.
@@ -183,7 +185,7 @@ def preprocess_ends(
     return ends
 
 
-def layer_leaves(weights: Leaves, layer: int) -> dict[str, jax.Array | QuantizedTensor]:
+def layer_leaves(weights: Leaves, layer: int) -> dict[str, Any]:
     """The entries of one layer, without their prefix."""
     prefix = f"layer_{layer}/"
     return {key.removeprefix(prefix): leaf for key, leaf in weights.items() if key.startswith(prefix)}

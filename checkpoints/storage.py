@@ -20,8 +20,8 @@ is [8, 240, 272] and a chip holds [2, 120, 272].
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,10 @@ from layers.layout import Layout
 from layers.mesh_shape import MeshShape
 from layers.quantization import Int8Weight, Weight
 
-Leaves = dict[str, "jax.Array | QuantizedTensor"]
+Leaves = Mapping[str, Any]
 
 
+@runtime_checkable
 class Storage(Protocol):
     """Where the parts of a fused matrix go."""
 
@@ -140,9 +141,7 @@ _HEAD_DIMS = {
 }  # fmt: skip
 
 
-def _arrange(
-    leaf: "jax.Array | QuantizedTensor", heads: PaddedHeads, axis: int, kv: bool
-) -> "jax.Array | QuantizedTensor":
+def _arrange(leaf: Any, heads: PaddedHeads, axis: int, kv: bool) -> Any:
     if isinstance(leaf, QuantizedTensor):
         scale_axis = axis - (len(leaf.qvalue.shape) - len(leaf.scale.shape))
         scale = leaf.scale if scale_axis < 0 else _arrange(leaf.scale, heads, scale_axis, kv)

@@ -4,24 +4,24 @@ A slot's `token` is the one whose keys and values are not in the cache yet: the 
 insert, the newest of the output after a step. `length` is its position, which equals the number of tokens in
 the cache. So prefill never samples: every token of every request comes out of the one decode program.
 
+The fields are `Any`: the same pytrees also carry shapes, partition specs and shardings.
+
 Data flow: `Prefix` (prefill) → insert → `DecodeState` → generate → `DecodeState`, `StepResult`.
 
 Worked example: the prompt (5, 7, 9) is prefilled as (5, 7). After the insert the slot has token 9 and length
 2. The step writes 9's keys at position 2, samples, say, 4 for position 3, and leaves token 4, length 3.
 """
 
-import flax.struct
-import jax
+from typing import Any
 
-from inference_engine.sampling_state import SamplingState
-from layers.kv_cache import KVCache
+import flax.struct
 
 
 @flax.struct.dataclass
 class Prefix:
     """Keys and values of up to `prefill_rows` prompts, `[layers, rows, kv_heads, time, qkv]`."""
 
-    cache: KVCache
+    cache: Any
 
 
 @flax.struct.dataclass
@@ -36,11 +36,11 @@ class DecodeState:
       sampling: see `SamplingState`.
     """
 
-    cache: KVCache
-    tokens: jax.Array
-    lengths: jax.Array
-    active: jax.Array
-    sampling: SamplingState
+    cache: Any
+    tokens: Any
+    lengths: Any
+    active: Any
+    sampling: Any
 
 
 @flax.struct.dataclass
@@ -54,7 +54,7 @@ class StepResult:
       top_logprobs, top_ids: [slots, n], the n most likely tokens, n fixed by the engine's config.
     """
 
-    packed: jax.Array
-    logprobs: jax.Array
-    top_logprobs: jax.Array
-    top_ids: jax.Array
+    packed: Any
+    logprobs: Any
+    top_logprobs: Any
+    top_ids: Any

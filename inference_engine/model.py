@@ -10,7 +10,7 @@ Worked example: for a vocabulary of 2048 on 3 chips `padded_vocab` is 2049, and 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -21,12 +21,17 @@ from layers.kv_cache import CacheShape, KVCache
 from layers.params import Params
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model's form and where it runs; `forward` and `logits` work on one chip's arrays."""
 
     @property
     def hparams(self) -> HParams:
         """The model as it is, nothing padded."""
+
+    @property
+    def options(self) -> serial.ForwardOptions:
+        """How forward passes compute."""
 
     @property
     def padded_vocab(self) -> int:

@@ -127,9 +127,9 @@ def _empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool
 
 @dataclasses.dataclass(frozen=True)
 class _Specs:
-    """How the pytrees of the steps lie on the mesh."""
+    """How the pytrees of the steps lie on the mesh; on one device nothing reads them."""
 
-    params: Params
+    params: Any
     prefix: Prefix
     state: DecodeState
     row: SamplingState

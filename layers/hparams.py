@@ -184,9 +184,7 @@ class HParams:
         if self.norm_gain_offset not in (0, 1):
             raise ValueError(f"norm_gain_offset must be 0 or 1, got {self.norm_gain_offset}")
         if self.rope is not None and (self.rotary_dims % 2 or not 0 < self.rotary_dims <= self.qkv):
-            raise ValueError(
-                f"rotary_dims={self.rotary_dims} must be even and between 2 and qkv={self.qkv}"
-            )
+            raise ValueError(f"rotary_dims={self.rotary_dims} must be even and between 2 and qkv={self.qkv}")
         if self.tied and Bias.LM_HEAD in self.biases:
             raise ValueError("a tied output projection has no bias of its own")
 

@@ -11,7 +11,7 @@ Worked example: 8 layers, 4 slots, multiquery with 1 kv head of 64 and 512 posit
 2 · 8 · 4 · 1 · 512 · 64 · 4 bytes = 8 MiB.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -86,10 +86,13 @@ class CacheShape(NamedTuple):
 
 @flax.struct.dataclass
 class KVCache:
-    """k and v, stacked `[layers, batch, kv_heads, time, qkv]` or a tuple of layers without that dim."""
+    """k and v, stacked `[layers, batch, kv_heads, time, qkv]` or a tuple of layers without that dim.
 
-    k: Leaf
-    v: Leaf
+    The fields are `Any`: a pytree also carries shapes, specs and shardings.
+    """
+
+    k: Any
+    v: Any
 
     @classmethod
     def zeros(cls, shape: CacheShape, dtype: jnp.dtype, *, stacked: bool) -> "KVCache":

@@ -7,6 +7,8 @@ model.
 Worked example: RMS of (3, 4) is sqrt((9 + 16)/2) = 3.5355; normalised (0.8485, 1.1314).
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,13 @@ from layers.hparams import Norm
 
 @flax.struct.dataclass
 class NormParams:
-    """Gain and bias `[embed]`, each None where there is nothing to apply."""
+    """Gain and bias `[embed]`, each None where there is nothing to apply.
 
-    gain: jax.Array | None = None
-    bias: jax.Array | None = None
+    The fields are `Any`: a pytree also carries shapes, specs and shardings.
+    """
+
+    gain: Any = None
+    bias: Any = None
 
 
 def normalize(x: Float[Array, "*batch dim"], kind: Norm, eps: float) -> Float[Array, "*batch dim"]:

@@ -4,17 +4,21 @@
 body whatever the depth) or a tuple of them (unrolled: nothing is sliced out of a stack, which on a CPU is
 a copy). `layer_params` hides the difference from the layer function.
 
+The matrices are `Weight`s, the rest arrays; the fields are `Any` because the same pytrees also carry shapes,
+partition specs and shardings.
+
 Data flow: `checkpoints.preprocess` builds it → `serial` or `transformer` reads it; nobody writes it.
 
 Worked example: PaLM 8B on one device has, per layer, wi [4096, 16·256 + 2·16384], wkv [4096, 512] and
 wo [16·256 + 16384, 4096].
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 
 from layers.norm import NormParams
-from layers.quantization import Weight
 
 
 @flax.struct.dataclass
@@ -29,33 +33,33 @@ class LayerParams:
     q_norm, k_norm: gains [heads, qkv] and [kv_heads, qkv] of qk-norm
     """
 
-    wi: Weight
-    wkv: Weight
-    wo: Weight
-    wi_ff: Weight | None = None
-    wo_ff: Weight | None = None
-    bi: jax.Array | None = None
-    bkv: jax.Array | None = None
-    bo: jax.Array | None = None
-    bi_ff: jax.Array | None = None
-    bo_ff: jax.Array | None = None
-    norm: NormParams = NormParams()
-    norm2: NormParams = NormParams()
-    post_norm: NormParams = NormParams()
-    post_norm2: NormParams = NormParams()
-    q_norm: NormParams = NormParams()
-    k_norm: NormParams = NormParams()
+    wi: Any
+    wkv: Any
+    wo: Any
+    wi_ff: Any = None
+    wo_ff: Any = None
+    bi: Any = None
+    bkv: Any = None
+    bo: Any = None
+    bi_ff: Any = None
+    bo_ff: Any = None
+    norm: Any = NormParams()
+    norm2: Any = NormParams()
+    post_norm: Any = NormParams()
+    post_norm2: Any = NormParams()
+    q_norm: Any = NormParams()
+    k_norm: Any = NormParams()
 
 
 @flax.struct.dataclass
 class Params:
     """All weights: embedding [vocab, embed], layers, final norm, lm_head [embed, vocab] if untied."""
 
-    embedding: jax.Array
-    layers: LayerParams | tuple[LayerParams, ...]
-    final_norm: NormParams
-    lm_head: Weight | None = None
-    lm_head_bias: jax.Array | None = None
+    embedding: Any
+    layers: Any
+    final_norm: Any
+    lm_head: Any = None
+    lm_head_bias: Any = None
 
 
 def layer_params(layers: LayerParams | tuple[LayerParams, ...], index: int | jax.Array) -> LayerParams:

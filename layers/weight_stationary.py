@@ -19,7 +19,7 @@ Worked example: embed 240 on 2,2,2 in 2D: x [b, t, 30] → [b, t, 120] → q | W
 """
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from layers.sharded_ops import reduce_all, reduce_scatter
 Index = jax.Array | None
 
 
+@runtime_checkable
 class StationaryOps(Protocol):
     """What a layer asks of its layout; all arrays are this chip's."""
 

@@ -7,8 +7,9 @@ lengths, so that every row has positions and a cache of its own.
 Data flow: Case → reference logits and tokens (one device, kept for cases that share them) → the same tokens
 through `MeshModel` (prefill of the whole prompts, then one decode step a token) → `Row`.
 
-Worked example: batch 3, prompt_tokens 5: rows of 5, 4 and 3 tokens. The prefill writes positions 0 to 3 of
-all rows; the first decode step feeds the tokens at positions 4, 3 and 2.
+Worked example: batch 3, prompt_tokens 5: rows of 5, 4 and 3 tokens, in prompts of 12. The prefill writes
+positions 0 to 11 of all rows; the first decode step feeds the tokens at positions 4, 3 and 2 again, and from
+there on every step overwrites what the prefill left.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.state import CheckpointState
-from inference_engine.checking.cases import Case
+from inference_engine.checking.cases import Case, Factors
 from inference_engine.checking.tolerance import tolerance
 from inference_engine.model import Model, OneDeviceModel
 from layers.collectives.mode import CollectiveConfig
@@ -36,7 +37,10 @@ from layers.serial import ForwardOptions
 from layers.transformer import MeshModel
 
 DECODE_STEPS = 32
-MAX_LAYOUTS_HELD = 4
+LARGEST_BATCH = max(Factors().batch)
+COPIES_HELD = 4  # of the weights, in different dtypes and layouts
+
+Program = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +69,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Inputs of a case: padded prompts `[batch, prompt]` and the position of each row's last prompt token."""
+    """Inputs of a case: prompts `[batch, longest]` and the position of each row's last prompt token.
+
+    What stands behind a row's last token is written by the prefill and must never be seen.
+    """
 
     prompts: np.ndarray
     last: np.ndarray
 
 
-def _inputs(batch: int, prompt_tokens: int, vocab: int) -> _Batch:
-    rng = np.random.default_rng([batch, prompt_tokens])
-    prompts = rng.integers(0, vocab, (batch, prompt_tokens)).astype(np.int32)
-    last = np.maximum(prompt_tokens - 1 - np.arange(batch) % 3, 0).astype(np.int32)
-    return _Batch(prompts, last)
+def _inputs(prompt_tokens: int, longest: int, rows: int, vocab: int) -> _Batch:
+    """The first `rows` rows of a batch that is the same for every case of these lengths."""
+    prompts = np.random.default_rng(prompt_tokens).integers(0, vocab, (LARGEST_BATCH, longest), np.int32)
+    last = np.maximum(prompt_tokens - 1 - np.arange(LARGEST_BATCH) % 3, 0).astype(np.int32)
+    return _Batch(prompts[:rows], last[:rows])
 
 
-def _programs(model: Model, params: Params, batch: int, prompt: int, steps: int) -> Callable[..., jax.Array]:
+def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) -> Program:
     """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
 
     forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
@@ -128,16 +135,24 @@ def _programs(model: Model, params: Params, batch: int, prompt: int, steps: int)
 class Checker:
     """Runs cases of one checkpoint on one mesh; keeps weights and references that later cases share."""
 
-    def __init__(self, state: CheckpointState, shape: MeshShape, mesh: Mesh, steps: int = DECODE_STEPS) -> None:
-        self.state, self.shape, self.mesh, self.steps = state, shape, mesh, steps
-        self._params = functools.lru_cache(MAX_LAYOUTS_HELD)(self._load)
+    def __init__(
+        self,
+        state: CheckpointState,
+        shape: MeshShape,
+        mesh: Mesh,
+        longest: int = max(Factors().prompt_tokens),
+        steps: int = DECODE_STEPS,
+    ) -> None:
+        self.state, self.shape, self.mesh, self.longest, self.steps = state, shape, mesh, longest, steps
+        self._params = functools.lru_cache(COPIES_HELD)(self._load)
         self._reference = functools.cache(self._run_reference)
+        self._reference_program = functools.cache(self._compile_reference)
 
     def run(self, case: Case) -> Row:
         """One case against one device."""
-        forced, reference = self._reference(
-            case.weights, case.activation_dtype, case.batch, case.prompt_tokens
-        )
+        rows, prompt_tokens = case.batch, case.prompt_tokens
+        forced, reference = self._reference(case.weights, case.activation_dtype, prompt_tokens)
+        forced, reference = forced[:rows], reference[:, :rows]
         model = MeshModel(
             self.state.hparams,
             self.shape,
@@ -150,8 +165,8 @@ class Checker:
             ForwardOptions(case.activation_dtype),
         )
         params = self._params(case.weights, case.layout)
-        inputs = _inputs(case.batch, case.prompt_tokens, self.state.hparams.vocab)
-        program = _programs(model, params, case.batch, case.prompt_tokens, self.steps)
+        inputs = _inputs(prompt_tokens, self.longest, rows, self.state.hparams.vocab)
+        program = _program(model, params, rows, self.longest, self.steps)
         logits = np.asarray(program(params, inputs.prompts, inputs.last, forced))
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
 
@@ -160,16 +175,19 @@ class Checker:
         return load_params(self.state, LoadOptions(WeightsDtype(weights), placement=placement))
 
     def _run_reference(
-        self, weights: str, activation_dtype: str, batch: int, prompt_tokens: int
+        self, weights: str, activation_dtype: str, prompt_tokens: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Greedy tokens `[batch, steps]` and logits `[steps, batch, vocab]` of one device."""
-        model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
-        params = self._params(weights, None)
-        inputs = _inputs(batch, prompt_tokens, self.state.hparams.vocab)
-        program = _programs(model, params, batch, prompt_tokens, self.steps)
-        undecided = np.full((batch, self.steps), -1, np.int32)
+        """Greedy tokens `[rows, steps]` and logits `[steps, rows, vocab]` of one device, largest batch."""
+        inputs = _inputs(prompt_tokens, self.longest, LARGEST_BATCH, self.state.hparams.vocab)
+        undecided = np.full((LARGEST_BATCH, self.steps), -1, np.int32)
+        program, params = self._reference_program(weights, activation_dtype)
         logits = np.asarray(program(params, inputs.prompts, inputs.last, undecided))
         return np.argmax(logits, axis=-1).astype(np.int32).T, logits
+
+    def _compile_reference(self, weights: str, activation_dtype: str) -> tuple[Program, Params]:
+        model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
+        params = self._params(weights, None)
+        return _program(model, params, LARGEST_BATCH, self.longest, self.steps), params
 
 
 def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:
