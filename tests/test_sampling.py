@@ -133,6 +133,16 @@ def test_penalties_and_bias_shift_exactly_the_tokens_they_name(rng: np.random.Ge
     assert set(np.nonzero(shifted)[0]) == {1, 2, 3, 5, 40}
 
 
+def test_an_option_that_no_slot_uses_is_not_computed(rng: np.random.Generator) -> None:
+    """Biases of slots without one, NaN here, are never looked at."""
+    cases = [request()] * len(MIXTURE)
+    state = state_of(cases)
+    state = state.replace(logit_bias=jnp.full_like(state.logit_bias, jnp.nan))
+    logits, active = tied_logits(rng, len(cases)), jnp.ones(len(cases), jnp.bool_)
+    result = one_device()(padded(logits), state, positions_of(cases), active)
+    np.testing.assert_array_equal(result.tokens, logits.argmax(axis=1))
+
+
 def test_a_prompts_token_is_repeated_but_not_present_in_the_output() -> None:
     """Presence and frequency see the output alone, repetition both."""
     logits = np.zeros((3, VOCAB), np.float32)
