@@ -109,12 +109,15 @@ def walk(program: Program, cycles_per_microsecond: int) -> float:
 
 def in_line(program: Program, instruction: Instruction) -> float:
     """Microseconds of a collective that nothing runs beside: a ring that uses both directions."""
-    scatter = instruction.opcode == "reduce-scatter" or instruction.called.startswith("all-reduce-scatter")
-    if not scatter and instruction.opcode != "all-gather":
+    fused = instruction.called.startswith("all-reduce-scatter")
+    kind = "reduce-scatter" if fused else instruction.opcode
+    if kind not in ("all-gather", "all-reduce", "reduce-scatter"):
         return 0.0
     chips = program.group(instruction)
-    whole = chips if scatter else 1  # the printed shape is the result's
-    return HOP_MICROSECONDS * (chips // 2) + wire(instruction, whole * (chips - 1) / chips / 2)
+    rounds = 2 if kind == "all-reduce" else 1
+    whole = chips if kind == "reduce-scatter" else 1  # the printed shape is the result's
+    once = HOP_MICROSECONDS * (chips // 2) + wire(instruction, whole * (chips - 1) / chips / 2)
+    return rounds * once
 
 
 def wire(instruction: Instruction, share: float) -> float:
@@ -147,6 +150,7 @@ MODES = tuple(mode.value for mode in CollectiveMode)
 TESTED = [
     *(Case(*slice_, mode) for slice_, mode in itertools.product(SLICES, MODES)),
     *(Case(*SLICES[0], mode, weights="int8") for mode in MODES),
+    *(Case(topology, "16,1,1", "reference") for topology, _ in SLICES),
 ]
 TABLE = [
     Case(*slice_, mode, **form)

@@ -103,13 +103,13 @@ class Program:
         return len(found.group(1).split(","))
 
     def copies(self, elements: int) -> list[str]:
-        """Instructions of the body, matmuls aside, that write an array of at least so many elements."""
-        passive = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "opt-barrier")
+        """Instructions of the body that write an array of at least so many elements, matmuls aside."""
+        expected = ("parameter", "get-tuple-element", "tuple", "bitcast", "all-gather", *REDUCTIONS)
         return [
             instruction.text.strip()[:160]
             for instruction in self.body
             if instruction.elements >= elements
-            and instruction.opcode not in passive
+            and instruction.opcode not in expected
             and not self.is_matmul(instruction)
         ]
 
