@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from checkpoints.int8 import quantize_state
+from checkpoints.load import WeightsDtype
 from checkpoints.orbax_store import save_checkpoint
 from checkpoints.synthetic import synthetic_state
+from configs.models import palm_540b
+from inference_engine.cli.memory import available_bytes, check_memory, needed_bytes
+from inference_engine.config import EngineConfig
+from layers.errors import UserError
 from tests.cli_runs import CONTEXT, Cli, share_programs
 from tests.tiny_checkpoint import TINY, save_tiny
 
@@ -145,3 +150,37 @@ def test_int8_weights_are_not_made_float(cli: Cli, tmp_path: Path) -> None:
 def test_context_beyond_the_model_is_refused(cli: Cli, tmp_path: Path) -> None:
     short = save_tiny(tmp_path, dataclasses.replace(TINY, max_positions=32))
     assert "max_context=64 is beyond this model's 32 positions; nearest: 32" in cli(path=short).error
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [
+        (
+            EngineConfig(slots=4, max_context=10**9),
+            WeightsDtype.FLOAT32,
+            "a smaller --slots or --max_context",
+        ),
+        (EngineConfig(), WeightsDtype.FLOAT32, "a smaller --weights"),
+    ],
+)
+def test_what_cannot_fit_into_memory_is_refused_before_it_is_loaded(
+    config: EngineConfig, weights: WeightsDtype, words: str
+) -> None:
+    model = TINY if config.max_context > 512 else palm_540b()
+    with pytest.raises(UserError, match=f"do not fit into 24.0 GB of memory; nearest: {words}"):
+        check_memory(model, weights, config, 24 * 10**9)
+    check_memory(model, weights, config, None)
+    check_memory(TINY, weights, EngineConfig(), 24 * 10**9)
+
+
+def test_bytes_are_counted_as_the_engine_counts_them() -> None:
+    config = EngineConfig(slots=3, max_context=100, prefill_chunk=64, activation_dtype="bfloat16")
+    weights, cache = needed_bytes(TINY, WeightsDtype.BFLOAT16, config)
+    assert weights == 2 * TINY.param_count
+    assert cache == 2 * 2 * 16 * 2 * 128 * (3 + 1)  # k and v, layers, qkv, bytes, positions, rows
+    assert (available_bytes() or 0) > 10**8
+
+
+def test_a_huge_engine_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real way to an engine
+    assert "do not fit into" in cli("--slots", "1000000000").error

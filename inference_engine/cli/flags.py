@@ -69,7 +69,7 @@ class _RefusedError(Exception):
     """A value of the wrong kind. No ValueError, so that absl hands it on as it is."""
 
 
-class _Parser(absl_flags.ArgumentParser):
+class _Parser(absl_flags.ArgumentParser[Any]):
     """Makes an option's value of its text."""
 
     def __init__(self, option: Option) -> None:

@@ -72,11 +72,11 @@ def fit_all(plan: GeneratePlan, model: OpenedModel, config: EngineConfig) -> lis
     fitted: list[Fitted] = []
     bad: list[BadLine] = []
     for prompt in plan.found:
+        if isinstance(prompt, BadLine):
+            bad.append(prompt)
+            continue
         try:
-            if isinstance(prompt, BadLine):
-                bad.append(prompt)
-            else:
-                fitted.append((prompt, fit(prompt, model, config)))
+            fitted.append((prompt, fit(prompt, model, config)))
         except UserError as error:
             if not prompt.skippable:
                 raise

@@ -20,6 +20,7 @@ from checkpoints.load import LoadOptions, WeightsDtype, load_params
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
 from inference_engine.cli.interrupts import Interrupts
+from inference_engine.cli.memory import available_bytes, check_memory
 from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.config import EngineConfig
@@ -82,6 +83,7 @@ def load_engine(model: OpenedModel, config: EngineConfig, interrupts: Interrupts
     Raises UserError: damaged weights, weights that the dtype does not allow, not enough memory.
     """
     config.check_model(model.hparams)
+    check_memory(model.hparams, model.load.weights, config, available_bytes())
     try:
         with phase("loading weights", interrupts, Unit.BYTES) as update:
             params = load_params(model.state, model.load, update)

@@ -59,9 +59,9 @@ def start_jax(options: RuntimeOptions) -> None:
     import jax
 
     # One device is what jax makes anyway; and one that runs already keeps the devices that it has.
-    if options.host_devices > max(1, jax.config.jax_num_cpu_devices):
+    if options.host_devices > max(1, jax.config.values["jax_num_cpu_devices"]):
         jax.config.update("jax_num_cpu_devices", options.host_devices)
-    if options.platform not in (AUTO, jax.config.jax_platforms):
+    if options.platform not in (AUTO, jax.config.values["jax_platforms"]):
         jax.config.update("jax_platforms", options.platform)
     try:
         devices = jax.devices()
