@@ -37,6 +37,7 @@ from layers.embedding import unembed
 from layers.hparams import HParams
 
 Weights = dict[str, jax.Array]
+RECORD = "record.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,9 @@ def windows(tokens: np.ndarray, time: int) -> np.ndarray:
 
 
 def evaluate(hparams: HParams, weights: Weights, data: np.ndarray, batch: int) -> float:
-    """Mean nats per token over all full windows of the validation tokens."""
-    losses = []
-    for start in range(0, len(data) - batch + 1, batch):
-        losses.append(float(_loss(hparams, weights, jnp.asarray(data[start : start + batch]))))
-    return float(np.mean(losses))
+    """Mean nats per token over all full batches of windows of the validation tokens."""
+    starts = range(0, len(data) - batch + 1, batch)
+    return float(np.mean([float(_loss(hparams, weights, jnp.asarray(data[s : s + batch]))) for s in starts]))
 
 
 _loss = functools.partial(jax.jit, static_argnums=0)(loss_fn)
@@ -127,12 +126,12 @@ def save(path: pathlib.Path, weights: Weights, record: dict[str, float]) -> None
     partial = path / "state.partial.npz"
     np.savez(partial, **{key: np.asarray(leaf) for key, leaf in weights.items()})
     partial.rename(path / "state.npz")
-    (path / "record.json").write_text(json.dumps(record, indent=1))
+    (path / RECORD).write_text(json.dumps(record, indent=1))
 
 
-def train(config: TrainConfig, tokens_file: pathlib.Path, out: pathlib.Path) -> None:
+def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out: pathlib.Path) -> None:
     """Runs the whole training and saves after every evaluation."""
-    hparams, data = palm_shakespeare(), np.load(tokens_file)
+    data = np.load(tokens_file)
     bytes_per_token = float(data["validation_bytes"]) / len(data["validation"])
     validation = windows(data["validation"], config.time)
     corpus, rng = data["train"], np.random.default_rng(config.seed)
@@ -173,13 +172,15 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=pathlib.Path, required=True, help="tokens.npz of tokenizer_model")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for state.npz and record.json")
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="folder for state.npz and record.json"
+    )
     parser.add_argument("--minutes", type=float, default=TrainConfig.minutes)
     parser.add_argument("--learning_rate", type=float, default=TrainConfig.learning_rate)
     parser.add_argument("--evaluate_every", type=int, default=TrainConfig.evaluate_every)
     args = vars(parser.parse_args())
     tokens, out = args.pop("tokens"), args.pop("out")
-    train(TrainConfig(**args), tokens, out)
+    train(TrainConfig(**args), palm_shakespeare(), tokens, out)
 
 
 if __name__ == "__main__":
