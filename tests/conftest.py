@@ -18,10 +18,16 @@ from collections.abc import Callable, Iterator
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-# Compiling is most of what small tests cost: a fifth of the time without optimising what runs for milliseconds.
-# Tests of compiled programs and of the default compilation ask for their own options, or run the command.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}".strip()
+# Compiling is most of what small tests cost: a fifth of the time without optimising what runs for
+# milliseconds. Tests of compiled programs and of the default compilation ask for their own options, or run
+# the command.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *os.environ.get("XLA_FLAGS", "").split(),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+    ]
+)
 
 import jax
 import numpy as np
