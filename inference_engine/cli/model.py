@@ -31,6 +31,7 @@ from layers.errors import UserError
 from layers.hparams import HParams
 from layers.serial import ForwardOptions
 
+BFLOAT16_BYTES = 2
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -62,7 +63,7 @@ def open_model(options: ModelOptions) -> OpenedModel:
     opened = open_checkpoint(path, ReaderOptions(options.gamma_offset))
     tokenizer = _open_tokenizer(opened, options.tokenizer)
     check_vocab_fits(tokenizer, opened.state.hparams.vocab)
-    weights = WeightsDtype(options.weights or _stored_dtype(opened.state))
+    weights = WeightsDtype(options.weights or default_weights(opened.state))
     unrolled = options.layers is LayersForm.UNROLLED or (options.layers is LayersForm.AUTO and on_cpu())
     return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked=not unrolled))
 
@@ -105,11 +106,15 @@ def out_of_memory(error: jax.errors.JaxRuntimeError, model: OpenedModel, config:
     )
 
 
-def _stored_dtype(state: CheckpointState) -> str:
+def default_weights(state: CheckpointState) -> str:
+    """The kernels' dtype where none was asked for: as stored, but float32 on a CPU.
+
+    A CPU multiplies in float32: bfloat16 kernels would be converted again in every step.
+    """
     if state.quantized:
         return "int8"
-    entry = state.weights["embedding"]
-    return "bfloat16" if np.dtype(entry.dtype).itemsize == 2 else "float32"  # type: ignore[union-attr]
+    stored = np.dtype(state.weights["embedding"].dtype)  # type: ignore[union-attr]
+    return "float32" if on_cpu() or stored.itemsize > BFLOAT16_BYTES else "bfloat16"
 
 
 def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> Tokenizer:

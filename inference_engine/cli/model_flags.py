@@ -39,7 +39,7 @@ class ModelOptions:
       checkpoint: a folder or file; None for the embedded one.
       tokenizer: a file, `BYTES`, or None for the one beside the weights.
       gamma_offset: see `ReaderOptions`.
-      weights: dtype of the kernels; None as stored.
+      weights: dtype of the kernels; None as stored, but float32 on a CPU.
       layers: see `LayersForm`.
     """
 
@@ -96,7 +96,7 @@ def model_group() -> Group:
                 shown_default="the one in the checkpoint",
             ),
             Option(
-                "weights", "how kernels are held", Kind.CHOICE, choices=WEIGHTS, shown_default="as stored"
+                "weights", "how kernels are held", Kind.CHOICE, choices=WEIGHTS, shown_default="as stored; float32 on a CPU"
             ),
             Option(
                 "layers", "loop over stacked layers, or one program text a layer", Kind.CHOICE,
