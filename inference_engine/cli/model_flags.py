@@ -96,7 +96,11 @@ def model_group() -> Group:
                 shown_default="the one in the checkpoint",
             ),
             Option(
-                "weights", "how kernels are held", Kind.CHOICE, choices=WEIGHTS, shown_default="as stored; float32 on a CPU"
+                "weights",
+                "how kernels are held",
+                Kind.CHOICE,
+                choices=WEIGHTS,
+                shown_default="as stored; float32 on a CPU",
             ),
             Option(
                 "layers", "loop over stacked layers, or one program text a layer", Kind.CHOICE,
