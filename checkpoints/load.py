@@ -76,7 +76,7 @@ class LoadOptions:
             return OneDevice()
         return ChunkMajor(self.placement.layout, self.placement.shape)
 
-    def shardings(self, params: Params) -> Params | None:
+    def shardings(self, params: Params) -> Any:
         """Where each leaf of `params` (arrays or shapes) is to be; None for the default device."""
         if self.placement is None:
             return None
@@ -114,7 +114,7 @@ def load_params(
     programs = _Programs(hparams, options)
     ends = programs.ends(reader.read({key: entry for key, entry in weights.items() if "/" not in key}))
     layers = (programs.layer(reader.read(layer_leaves(weights, i))) for i in range(hparams.layers))
-    return ends.replace(layers=programs.stack(layers) if options.stacked else tuple(layers))
+    return dataclasses.replace(ends, layers=programs.stack(layers) if options.stacked else tuple(layers))
 
 
 class _Programs:
@@ -122,7 +122,7 @@ class _Programs:
 
     def __init__(self, hparams: HParams, options: LoadOptions) -> None:
         self.hparams, self.options = hparams, options
-        self._layer = None
+        self._layer: Callable[..., LayerParams] | None = None
 
     def ends(self, leaves: Loaded) -> Params:
         """Everything but the layers, as `Params` without layers."""

@@ -51,7 +51,7 @@ def _matrix(entry: Any, rows: int) -> Weight:
 
 def _times_columns(weight: Weight, constant: float) -> Weight:
     if isinstance(weight, Int8Weight):
-        return weight.replace(scale=weight.scale * constant)
+        return Int8Weight(weight.qvalue, weight.scale * constant)
     return weight * constant
 
 

@@ -25,7 +25,7 @@ def palm_540b() -> HParams:
 
 
 def palm_shakespeare() -> HParams:
-    """The default checkpoint's form: 5.5 million parameters, sizes that meshes with an axis of 2, 3 or 4 hold."""
+    """The default checkpoint's form: 5.5 million parameters; its sizes divide over axes of 2, 3 and 4."""
     return HParams(layers=6, embed=240, ff=960, heads=8, kv_heads=1, qkv=32, vocab=2048)
 
 

@@ -5,9 +5,9 @@ Nothing here decides who runs when (generate.py, and a server later, do); nothin
 Data flow: prompt ids → `prefill` (all but the last token, in chunks at fixed absolute positions) → `Prefix`
 → `insert` into a slot → `generate`, which feeds every slot's newest token and samples the next.
 
-Worked example: with chunks of 64 a prompt of 130 tokens is prefilled as 129 tokens in the chunks that start at
-0, 64 and 128; the last token is fed by the first `generate`, so that what a request returns never depends on
-how its prompt was cut or on which program sampled it.
+Worked example: with chunks of 64 a prompt of 130 tokens is prefilled as 129 tokens in the chunks that start
+at 0, 64 and 128; the last token is fed by the first `generate`, so that what a request returns never depends
+on how its prompt was cut or on which program sampled it.
 """
 
 import math

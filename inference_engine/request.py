@@ -2,8 +2,8 @@
 
 Data flow: text → `Request` → engine → `Completion`.
 
-Worked example: the prompt "ROMEO:" is the token ids (1, 812, 77); with max_new_tokens 2 the completion has two
-token ids, finish_reason "length" and their text.
+Worked example: the prompt "ROMEO:" is the token ids (1, 812, 77); with max_new_tokens 2 the completion has
+two token ids, finish_reason "length" and their text.
 """
 
 import dataclasses

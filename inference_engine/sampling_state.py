@@ -11,6 +11,7 @@ The row has temperature 0.5, seed words [5, 1], prompt_mask [F, T, T, F] and out
 After the token 3, output_counts is [0, 0, 0, 1].
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,4 +116,4 @@ def count_tokens(
     slots, width = state.output_counts.shape
     column = jnp.where(held & active, index, width)
     counts = state.output_counts.at[jnp.arange(slots), column].add(1, mode="drop")
-    return state.replace(output_counts=counts)
+    return dataclasses.replace(state, output_counts=counts)

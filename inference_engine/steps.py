@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode_state import DecodeState, Prefix, StepResult
+from inference_engine.model import Model
 from inference_engine.sampling import sample, top_logprobs
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.sampling_state import (
@@ -39,7 +40,6 @@ from inference_engine.sampling_state import (
     set_slot,
 )
 from inference_engine.vocab_shard import vocab_shard
-from inference_engine.model import Model
 from layers.cache_insert import insert_row
 from layers.kv_cache import KVCache
 from layers.params import Params
@@ -106,7 +106,7 @@ def insert_step(
 
 def release_step(state: DecodeState, slot: jax.Array) -> DecodeState:
     """Marks a slot as free; its row goes on being computed and is never read."""
-    return state.replace(active=state.active.at[slot].set(False))
+    return dataclasses.replace(state, active=state.active.at[slot].set(False))
 
 
 def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> DecodeState:
@@ -145,7 +145,7 @@ def _specs(model: Model, params: Params, prefix: Prefix, state: DecodeState) -> 
     def sampling_specs(tree: SamplingState, slot_dims: int) -> SamplingState:
         long = P(*(None,) * slot_dims, model.vocab_axes or None)
         specs = jax.tree.map(lambda _: P(), tree)
-        return specs.replace(output_counts=long, prompt_mask=long, logit_bias=long)
+        return dataclasses.replace(specs, output_counts=long, prompt_mask=long, logit_bias=long)
 
     state_specs = DecodeState(
         cache=model.cache_specs(state.cache),

@@ -7,7 +7,6 @@ Worked example: with embed 4, a final vector (1, 1, 1, 1) and an embedding row (
 4 / √4 = 2.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

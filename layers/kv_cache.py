@@ -75,7 +75,7 @@ def _write_layer(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, s
 
 
 class CacheShape(NamedTuple):
-    """Sizes of a whole cache: on a mesh with padded rows, and with kv heads once for each chip that has them."""
+    """Sizes of a whole cache; on a mesh rows are padded, and every chip's copy of a kv head counts."""
 
     layers: int
     batch: int

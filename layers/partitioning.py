@@ -10,6 +10,7 @@ P(('y', 'z'), 'x').
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -51,7 +52,9 @@ def partition_spec(dims: Sequence[str | None], rules: Rules) -> P:
     """
     owner: dict[str, str] = {}
     for dim in dims:
-        for axis in rules.get(dim, ()) if dim is not None else ():
+        if dim is None:
+            continue
+        for axis in rules.get(dim, ()):
             if axis in owner:
                 raise ValueError(f"dims {owner[axis]} and {dim} are both split over mesh axis {axis}")
             owner[axis] = dim
@@ -86,6 +89,7 @@ def _layer_specs(layer: LayerParams, layout: Layout, lead: tuple[None, ...]) -> 
 def param_specs(params: Params, layout: Layout) -> Params:
     """Specs of every leaf; `params` may hold arrays or shapes."""
     table = rules(layout)
+    layers: Any
     if isinstance(params.layers, tuple):
         layers = tuple(_layer_specs(layer, layout, ()) for layer in params.layers)
     else:
@@ -108,7 +112,7 @@ def cache_specs(cache: KVCache, attn_all_to_all: AttnAllToAll) -> KVCache:
     return jax.tree.map(lambda _: P(*lead, *spec), cache)
 
 
-def shardings(mesh: Mesh, specs: Params | KVCache) -> Params | KVCache:
+def shardings(mesh: Mesh, specs: Any) -> Any:
     """The same tree with a `NamedSharding` for each spec."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)

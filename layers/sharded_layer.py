@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from layers.attention import AttentionBlocks, attend
-from layers.attn_all_to_all import gather_rows, my_kv_heads, my_rows, reduce_kv, scatter_rows
+from layers.attn_all_to_all import gather_rows, my_kv_heads, reduce_kv, scatter_rows
 from layers.hparams import Block, HParams, NormPlacement
 from layers.kv_cache import KVCache
 from layers.layout import CHUNK_AXES, AttnAllToAll

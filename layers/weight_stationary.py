@@ -40,6 +40,10 @@ class StationaryOps(Protocol):
 
     residual_axes: ClassVar[tuple[str, ...]]
 
+    @property
+    def config(self) -> CollectiveConfig:
+        """Form and reduce dtype of the collective matmuls."""
+
     def gather(self, x: jax.Array) -> jax.Array:
         """The residual as [batch, time, embed.X]."""
 
@@ -105,7 +109,7 @@ class WeightStationary1D:
         return lax.psum(rows, ("y", "z"))
 
 
-OPS = {
+OPS: dict[Layout, type[WeightStationary1D | WeightStationary2D]] = {
     Layout.WEIGHT_STATIONARY_1D: WeightStationary1D,
     Layout.WEIGHT_STATIONARY_2D: WeightStationary2D,
 }

