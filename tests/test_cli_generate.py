@@ -26,6 +26,7 @@ from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import ByteTokenizer
 from layers.errors import UserError
 from tests.cli_runs import Cli, share_programs
+from tests.test_imports import REPO
 from tests.tiny_checkpoint import TINY, save_tiny
 
 
@@ -193,13 +194,37 @@ def test_the_form_of_weights_is_the_one_asked_for(
     assert model.open_model(asked).load == expected
 
 
-def test_weights_are_held_as_they_are_stored(tmp_path: Path) -> None:
+def test_weights_are_held_as_they_are_stored_save_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = synthetic_state(TINY)
     halves = {
         key: np.asarray(weight[...]).astype(ml_dtypes.bfloat16) for key, weight in state.weights.items()
     }
     save_checkpoint(tmp_path / "half", CheckpointState(TINY, halves))
     save_checkpoint(tmp_path / "int8", quantize_state(state))
-    for name, expected in (("half", WeightsDtype.BFLOAT16), ("int8", WeightsDtype.INT8)):
-        opened = model.open_model(ModelOptions(tmp_path / name, tokenizer="bytes"))
-        assert opened.load.weights is expected
+    save_checkpoint(tmp_path / "full", state)
+    held = {}
+    for on_cpu in (True, False):
+        monkeypatch.setattr(model, "on_cpu", lambda answer=on_cpu: answer)
+        for name in ("half", "int8", "full"):
+            held[on_cpu, name] = model.default_weights(model.open_checkpoint(tmp_path / name).state)
+    assert held == {
+        (True, "half"): "float32", (True, "int8"): "int8", (True, "full"): "float32",
+        (False, "half"): "bfloat16", (False, "int8"): "int8", (False, "full"): "float32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("vocab", "ids", "marks"), [(256, 256, False), (258, 258, True), (300, 300, True)])
+def test_bytes_need_no_marks_where_the_model_has_none(vocab: int, ids: int, marks: bool) -> None:
+    tokenizer = model.byte_tokenizer(vocab)
+    assert tokenizer.vocab_size == ids
+    assert (tokenizer.bos_id, tokenizer.eos_id) == ((256, 257) if marks else (None, None))
+    assert tokenizer.decode(tokenizer.encode("né")) == "né"
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_reading_of_norm_gains_is_the_one_asked_for(offset: int) -> None:
+    path = REPO / "tests" / "oracles" / "palm_rlhf_0.2.1.npz"
+    opened = model.open_model(ModelOptions(path, tokenizer="bytes", gamma_offset=offset))
+    assert opened.hparams.norm_gain_offset == offset

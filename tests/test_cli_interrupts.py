@@ -165,6 +165,15 @@ def test_a_long_phase_is_a_bar_with_bytes_on_a_terminal(monkeypatch: pytest.Monk
     assert stdout.getvalue() == ""  # stdout is for the result
 
 
+def test_the_clock_of_a_phase_starts_with_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen(monkeypatch)
+    error = Terminal()
+    monkeypatch.setattr(sys, "stderr", error)
+    with started("compiling", delay=1.1):
+        wait_for(lambda: "0:00:01" in error.getvalue())
+    assert "0:00:00" not in error.getvalue()
+
+
 def test_a_phase_that_ended_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     error = io.StringIO()
     monkeypatch.setattr(sys, "stderr", error)

@@ -45,9 +45,7 @@ def test_one_bad_line_stops_all_unless_it_is_skipped(cli: Cli, tmp_path: Path) -
     assert run.code == 0
     assert [(row["index"], row["prompt"]) for row in run.rows] == [(0, "a")]
     skipped = [line for line in run.err.splitlines() if line.startswith("skipped: ")]
-    assert [line.partition("line ")[2][:2] for line in skipped] == ["2:", "4:", "3:"] or [
-        line.partition("line ")[2][:2] for line in skipped
-    ] == ["2:", "3:", "4:"]
+    assert [line.partition("line ")[2][:2] for line in skipped] == ["2:", "3:", "4:"]
     path.write_text("[]\n")
     assert "all 1 lines are bad" in cli(*words, "--skip_bad_lines").err
     path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "{long}"}}\n')
@@ -139,7 +137,7 @@ def test_a_tokenizer_is_asked_for_where_there_is_none(cli: Cli, tmp_path: Path) 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(cli: Cli, tmp_path: Path) -> None:
     small = save_tiny(tmp_path, dataclasses.replace(TINY, vocab=200))
-    assert "the tokenizer has 258 ids, the model's vocabulary only 200" in cli(path=small).error
+    assert "the tokenizer has 256 ids, the model's vocabulary only 200" in cli(path=small).error
 
 
 def test_int8_weights_are_not_made_float(cli: Cli, tmp_path: Path) -> None:

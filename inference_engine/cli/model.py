@@ -4,7 +4,7 @@ Opening reads names, shapes and the tokenizer; weights are read only once everyt
 
 Data flow: `ModelOptions` → `open_model` → `OpenedModel` → (prompts are checked) → `load_engine` → `Engine`.
 
-Worked example: the embedded checkpoint on a CPU is held as stored, float32 and 22 MB, layers unrolled, with
+Worked example: the embedded checkpoint on a CPU is held in float32, 22 MB, layers unrolled, with
 4 slots of 512 positions.
 """
 
@@ -26,7 +26,13 @@ from inference_engine.cli.progress import Unit, phase
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.model import OneDeviceModel
-from inference_engine.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, check_vocab_fits
+from inference_engine.tokenizer import (
+    NUM_BYTES,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    check_vocab_fits,
+)
 from layers.errors import UserError
 from layers.hparams import HParams
 from layers.serial import ForwardOptions
@@ -117,11 +123,22 @@ def default_weights(state: CheckpointState) -> str:
     return "float32" if on_cpu() or stored.itemsize > BFLOAT16_BYTES else "bfloat16"
 
 
+def byte_tokenizer(vocab: int) -> ByteTokenizer:
+    """One id a byte, with BOS and EOS where the model has ids for them.
+
+    Models trained on raw bytes, as PaLM-rlhf-pytorch's example is, have 256 ids and no marks.
+    """
+    smallest = ByteTokenizer().vocab_size
+    tokenizer = ByteTokenizer(max(vocab, smallest))
+    if vocab < smallest:
+        tokenizer.bos_id = tokenizer.eos_id = None
+        tokenizer.vocab_size = NUM_BYTES
+    return tokenizer
+
+
 def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> Tokenizer:
-    vocab = opened.state.hparams.vocab
     if asked == BYTES:
-        smallest = ByteTokenizer().vocab_size
-        return ByteTokenizer(max(vocab, smallest))
+        return byte_tokenizer(opened.state.hparams.vocab)
     if asked is not None:
         return SentencePieceTokenizer(asked)
     if opened.tokenizer_file is None:

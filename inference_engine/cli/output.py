@@ -176,4 +176,8 @@ class JsonPrinter:
     def _token(self, token: int, value: float) -> dict[str, Any]:
         known = token < self._tokenizer.vocab_size
         text = self._tokenizer.token_bytes(token).decode("utf-8", "replace") if known else ""
-        return {"token_id": token, "token": text, "logprob": value if math.isfinite(value) else None}
+        return {
+            "token_id": token,
+            "token": text,
+            "logprob": round(value, 6) if math.isfinite(value) else None,
+        }

@@ -13,6 +13,7 @@ Worked example: inside `with phase("loading weights", interrupts, Unit.BYTES) as
 import contextlib
 import enum
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class _Phase:
         self._bar: Progress | None = None
         self._over = False
         self._done, self._total = 0, 0
+        self._began = time.monotonic()
 
     def show(self) -> None:
         """Starts the bar, or writes the line where stderr is no terminal."""
@@ -73,6 +75,7 @@ class _Phase:
             self._bar = _bar(self._unit)
             total = self._total or None
             self._bar.add_task(self._label, total=total, completed=self._done)
+            self._bar.tasks[0].start_time = self._began  # the bar appears late, its clock does not
             self._bar.start()
 
     def update(self, done: int, total: int) -> None:
@@ -106,6 +109,7 @@ def _bar(unit: Unit) -> "Progress":
         *middle[unit],
         progress.TimeElapsedColumn(),
         console=Console(stderr=True),
+        get_time=time.monotonic,
         transient=True,
         redirect_stdout=False,  # what goes to stdout is the result
         redirect_stderr=False,
