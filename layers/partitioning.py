@@ -22,7 +22,7 @@ from layers.kv_cache import KVCache
 from layers.layout import AttnAllToAll, Layout
 from layers.mesh_shape import AXES, MeshShape
 from layers.params import LayerParams, Params
-from layers.quantization import Int8Weight, Weight
+from layers.quantization import Int8Weight
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -66,9 +66,8 @@ def rules(layout: Layout) -> Rules:
     return {**_COMMON_RULES, **_WEIGHT_RULES[layout]}
 
 
-def _matrix_spec(
-    weight: Weight | None, name: str, layout: Layout, lead: tuple[None, ...]
-) -> Weight | P | None:
+def _matrix_spec(weight: Any, name: str, layout: Layout, lead: tuple[None, ...]) -> Any:
+    """The spec of an array, of its shape or of an `Int8Weight` of either; None for None."""
     if weight is None:
         return None
     spec = P(*lead, *partition_spec(_MATRIX_DIMS[name], rules(layout)))
