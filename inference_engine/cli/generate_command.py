@@ -10,6 +10,7 @@ Worked example: `generate --temperature -1` is refused in a tenth of a second.
 
 from inference_engine.cli.generate_plan import plan_of
 from inference_engine.cli.interrupts import Interrupts
+from inference_engine.cli.mesh_flags import mesh_group
 from inference_engine.cli.model_flags import engine_group, model_group
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
@@ -38,6 +39,7 @@ _EXAMPLES = (
     ),
     ("three samples of at most 40 tokens", "--num_samples 3 --max_new_tokens 40 --seed 7"),
     ("prompts from a file, results for a program", "--prompts_file prompts.jsonl --json --logprobs 2"),
+    ("the same text from eight chips", "--mesh 2,2,2 --layout 2d --attn_all_to_all yz"),
 )
 
 
@@ -47,7 +49,7 @@ def generate_command(registries: Registries) -> Command:
     def run(flags: Flags, interrupts: Interrupts) -> int:
         plan = plan_of(flags, registries)
         with phase("starting JAX", interrupts):
-            start_jax(runtime_options(flags))
+            start_jax(runtime_options(flags, plan.mesh))
             from inference_engine.cli import generate_run
         return generate_run.run(plan, interrupts)
 
@@ -60,6 +62,7 @@ def generate_command(registries: Registries) -> Command:
             model_group(),
             sampling_group(registries.sampling),
             engine_group(registries.engine),
+            mesh_group(),
             runtime_group(),
             Group(
                 "Output", (Option("json", "one JSON object a line for each prompt and sample", Kind.SWITCH),)

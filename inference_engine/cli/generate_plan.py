@@ -8,6 +8,7 @@ Worked example: `--prompt A --prompt B --num_samples 2` is a plan of two prompts
 import dataclasses
 from pathlib import Path
 
+from inference_engine.cli.mesh_flags import MeshOptions, mesh_options
 from inference_engine.cli.model_flags import EngineOptions, ModelOptions, engine_options, model_options
 from inference_engine.cli.options import Flags
 from inference_engine.cli.prompts import (
@@ -32,6 +33,7 @@ class GeneratePlan:
       skip_bad_lines: whether the others run without them.
       json: objects instead of text.
       model, engine: see `model_flags`.
+      mesh: None for one device.
     """
 
     found: tuple[Prompt | BadLine, ...]
@@ -39,6 +41,7 @@ class GeneratePlan:
     json: bool
     model: ModelOptions
     engine: EngineOptions
+    mesh: MeshOptions | None = None
 
     @property
     def top_logprobs(self) -> int:
@@ -71,6 +74,7 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
         json=flags["json"],
         model=model_options(flags),
         engine=engine_options(flags, registries.engine),
+        mesh=mesh_options(flags),
     )
 
 

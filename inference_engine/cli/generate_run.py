@@ -46,7 +46,7 @@ def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
 
     Raises UserError before anything is generated.
     """
-    model = open_model(plan.model)
+    model = open_model(plan.model, plan.mesh)
     activations = default_activation_dtype(model.load.weights)
     config = plan.engine.resolve(model.hparams.max_positions, plan.top_logprobs, activations)
     config.check_model(model.hparams)
@@ -178,17 +178,19 @@ def _stdout_is_file() -> bool:
 def _report(generator: Generator, model: OpenedModel) -> RunReport:
     engine, stats = generator.engine, generator.stats
     devices = jax.tree.leaves(engine.params)[0].devices()
+    chips = len(devices)
     device = next(iter(devices))
     return RunReport(
         platform=device.platform,
         device_kind=device.device_kind,
-        devices=len(devices),
+        devices=chips,
         parameters=model.hparams.param_count,
         weights=model.load.weights.value,
         activations=engine.config.activation_dtype,
         prefill_rate=stats.prefill_rate,
         decode_rate=stats.decode_rate,
         step_milliseconds=stats.step_milliseconds,
-        weight_bytes=engine.weight_bytes,
-        cache_bytes=engine.cache_bytes,
+        weight_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params)),
+        cache_bytes=engine.cache_bytes // chips,
+        mesh="" if model.mesh is None else model.mesh.words(),
     )

@@ -16,16 +16,17 @@ import numpy as np
 
 import checkpoints
 from checkpoints.formats import open_checkpoint
-from checkpoints.load import LoadOptions, WeightsDtype, load_params
+from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.memory import available_bytes, check_memory
+from inference_engine.cli.mesh_flags import MeshOptions
 from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.model import OneDeviceModel
+from inference_engine.model import Model, OneDeviceModel
 from inference_engine.tokenizer import (
     NUM_BYTES,
     ByteTokenizer,
@@ -35,7 +36,10 @@ from inference_engine.tokenizer import (
 )
 from layers.errors import UserError
 from layers.hparams import HParams
+from layers.mesh import make_mesh
+from layers.partitioning import check_model
 from layers.serial import ForwardOptions
+from layers.transformer import MeshModel
 
 BFLOAT16_BYTES = 2
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -43,16 +47,24 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """An opened model whose weights are still where they were stored."""
+    """An opened model whose weights are still where they were stored; `mesh` is None for one device."""
 
     state: CheckpointState
     tokenizer: Tokenizer
     load: LoadOptions
+    mesh: MeshOptions | None = None
 
     @property
     def hparams(self) -> HParams:
         """The model's form."""
         return self.state.hparams
+
+    def runs_as(self, options: ForwardOptions) -> Model:
+        """The model on its device or mesh."""
+        if self.mesh is None or self.load.placement is None:
+            return OneDeviceModel(self.hparams, options)
+        place = self.load.placement
+        return MeshModel(self.hparams, place.shape, place.mesh, self.mesh.sharding, options)
 
 
 def default_checkpoint() -> Path:
@@ -60,18 +72,27 @@ def default_checkpoint() -> Path:
     return Path(str(checkpoints.__file__)).parent / "default"
 
 
-def open_model(options: ModelOptions) -> OpenedModel:
+def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> OpenedModel:
     """Opens checkpoint and tokenizer; no weight is read.
 
-    Raises UserError: neither is readable, there is no tokenizer, or it does not fit the model.
+    Raises UserError: neither is readable, there is no tokenizer or it does not fit the model, or the mesh
+    fits neither the devices nor the model.
     """
     path = options.checkpoint or default_checkpoint()
     opened = open_checkpoint(path, ReaderOptions(options.gamma_offset))
     tokenizer = _open_tokenizer(opened, options.tokenizer)
     check_vocab_fits(tokenizer, opened.state.hparams.vocab)
     weights = WeightsDtype(options.weights or default_weights(opened.state))
-    unrolled = options.layers is LayersForm.UNROLLED or (options.layers is LayersForm.AUTO and on_cpu())
-    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked=not unrolled))
+    auto = options.layers is LayersForm.AUTO and on_cpu() and mesh is None
+    stacked = not (auto or options.layers is LayersForm.UNROLLED)
+    placement = None if mesh is None else place(opened.state.hparams, mesh)
+    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked, placement), mesh)
+
+
+def place(hparams: HParams, mesh: MeshOptions) -> MeshPlacement:
+    """Where the weights go; raises UserError if the mesh fits neither the devices nor the model."""
+    check_model(hparams, mesh.shape)
+    return MeshPlacement(mesh.sharding.layout, mesh.shape, make_mesh(mesh.shape))
 
 
 def on_cpu() -> bool:
@@ -90,15 +111,21 @@ def load_engine(model: OpenedModel, config: EngineConfig, interrupts: Interrupts
     Raises UserError: damaged weights, weights that the dtype does not allow, not enough memory.
     """
     config.check_model(model.hparams)
-    check_memory(model.hparams, model.load.weights, config, available_bytes())
+    check_memory(model.hparams, model.load.weights, config, _available(model.mesh))
     try:
         with phase("loading weights", interrupts, Unit.BYTES) as update:
             params = load_params(model.state, model.load, update)
         with phase("compiling", interrupts):
             options = ForwardOptions(config.activation_dtype)
-            return Engine(OneDeviceModel(model.hparams, options), params, config)
+            return Engine(model.runs_as(options), params, config)
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, model, config) from None
+
+
+def _available(mesh: MeshOptions | None) -> int | None:
+    """Memory of all chips together; host devices share theirs."""
+    of_one = available_bytes()
+    return of_one if of_one is None or mesh is None or on_cpu() else of_one * mesh.shape.size
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError, model: OpenedModel, config: EngineConfig) -> Exception:

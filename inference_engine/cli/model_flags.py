@@ -105,7 +105,7 @@ def model_group() -> Group:
             Option(
                 "layers", "loop over stacked layers, or one program text a layer", Kind.CHOICE,
                 choices=tuple(form.value for form in LayersForm), default=AUTO,
-                shown_default="auto: unrolled on a CPU, else stacked",
+                shown_default="auto: unrolled on a CPU without mesh, else stacked",
             ),
             Option(
                 "gamma_offset",

@@ -22,7 +22,8 @@ class RunReport:
       weights, activations: dtypes.
       prefill_rate, decode_rate: tokens a second; 0 where nothing was done.
       step_milliseconds: time of a decode step, which gives each text in it one token.
-      weight_bytes, cache_bytes: on the device.
+      weight_bytes, cache_bytes: on the device, or on each chip of the mesh.
+      mesh: the mesh and the layout; empty for one device.
     """
 
     platform: str
@@ -36,6 +37,7 @@ class RunReport:
     step_milliseconds: float
     weight_bytes: int
     cache_bytes: int
+    mesh: str = ""
 
     def line(self) -> str:
         """The line."""
@@ -44,10 +46,12 @@ class RunReport:
         return " · ".join(
             (
                 f"{self.platform}{kind} ×{self.devices}",
+                *((self.mesh,) if self.mesh else ()),
                 f"{quantity(self.parameters)} parameters, {dtypes}",
                 f"prefill {_rate(self.prefill_rate)}",
                 f"decode {_rate(self.decode_rate)}, {self.step_milliseconds:.2f} ms/token",
-                f"weights {quantity(self.weight_bytes)}B, cache {quantity(self.cache_bytes)}B",
+                f"weights {quantity(self.weight_bytes)}B, cache {quantity(self.cache_bytes)}B"
+                + (" a chip" if self.mesh else ""),
             )
         )
 

@@ -9,8 +9,10 @@ Worked example: `RuntimeOptions(host_devices=8)` on a machine without accelerato
 
 import dataclasses
 
+from inference_engine.cli.mesh_flags import MeshOptions
 from inference_engine.cli.options import Flags, Group, Kind, Option
 from layers.errors import UserError
+from layers.mesh_shape import host_devices_needed
 
 AUTO = "auto"
 PLATFORMS = (AUTO, "cpu", "gpu", "tpu")
@@ -46,9 +48,10 @@ def runtime_group() -> Group:
     )
 
 
-def runtime_options(flags: Flags) -> RuntimeOptions:
-    """The options that the flags of `runtime_group` ask for."""
-    return RuntimeOptions(platform=flags["platform"])
+def runtime_options(flags: Flags, mesh: MeshOptions | None = None) -> RuntimeOptions:
+    """The options that the flags of `runtime_group` ask for, with a host device for each chip of the mesh."""
+    chips = 1 if mesh is None else host_devices_needed(mesh.shape)
+    return RuntimeOptions(platform=flags["platform"], host_devices=chips)
 
 
 def start_jax(options: RuntimeOptions) -> None:

@@ -1,0 +1,105 @@
+"""Laws of --mesh: the text is one device's; a flag of a mesh without one is refused."""
+
+from pathlib import Path
+
+import pytest
+
+import run_serving
+from inference_engine.cli.mesh_flags import MeshOptions, mesh_group, mesh_options
+from inference_engine.cli.options import Flags
+from inference_engine.cli.report import RunReport
+from layers.collectives.mode import CollectiveConfig, CollectiveMode
+from layers.errors import UserError
+from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.mesh_shape import MeshShape
+from tests.cli_runs import Run
+from tests.tiny_checkpoint import save_tiny
+
+SAMPLED = ("--prompt", "hello there", "--prompt", "a", "--temperature", "1", "--seed", "3", "--json")
+SIZES = ("--max_new_tokens", "12", "--max_context", "32", "--prefill_chunk", "16", "--slots", "3")
+FLAGS = [option.name for option in mesh_group().options]
+VALUES = {"layout": "1d", "attn_all_to_all": "z", "collectives": "latency", "reduce_dtype": "bfloat16"}
+
+
+def _flags(**given: str) -> Flags:
+    return Flags(dict.fromkeys(FLAGS) | given, frozenset(given))
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES.items())
+def test_flags_of_a_mesh_without_one_are_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"--{name} .* nearest: --mesh 2,2,2 --{name} {value}"):
+        mesh_options(_flags(**{name: value}))
+
+
+def test_every_flag_reaches_the_sharding() -> None:
+    sharding = ShardingConfig(
+        Layout.WEIGHT_STATIONARY_1D,
+        AttnAllToAll.AXIS_Z,
+        CollectiveConfig(CollectiveMode.LATENCY, "bfloat16"),
+    )
+    assert mesh_options(_flags(mesh="4,2,1", **VALUES)) == MeshOptions(MeshShape(4, 2, 1), sharding)
+
+
+def test_a_mesh_alone_takes_the_defaults() -> None:
+    assert mesh_options(_flags(mesh="2,2,2")) == MeshOptions(MeshShape(2, 2, 2), ShardingConfig())
+    assert mesh_options(_flags()) is None
+
+
+def test_last_line_names_mesh_and_layout_and_bytes_a_chip() -> None:
+    words = MeshOptions(MeshShape(2, 1, 3), ShardingConfig()).words()
+    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 1.0, 1.0, 1.0, 2_000, 3_000, words)
+    line = report.line()
+    assert "mesh 2,1,3, layout 2d, all-to-all none, reference" in line
+    assert line.endswith("weights 2.00 kB, cache 3.00 kB a chip")
+
+
+class Generate:
+    """Runs `generate` on the tiny checkpoint."""
+
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path, self.capsys = path, capsys
+
+    def __call__(self, *words: str) -> Run:
+        source = ("--checkpoint", str(self.path), "--tokenizer", "bytes")
+        code = run_serving.main(["generate", *source, *SAMPLED, *SIZES, *words])
+        return Run(code, *self.capsys.readouterr())
+
+
+@pytest.fixture
+def generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
+    return Generate(save_tiny(tmp_path), capsys)
+
+
+def _same_text(generate: Generate, *words: str) -> None:
+    alone, meshed = generate(), generate(*words)
+    assert alone.code == meshed.code == 0, meshed.err
+    assert [row["token_ids"] for row in alone.rows] == [row["token_ids"] for row in meshed.rows]
+    assert f"mesh {words[1]}, layout" in meshed.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mesh", "1,1,1", "--layout", "1d"),
+        ("--mesh", "2,2,2", "--attn_all_to_all", "yz", "--collectives", "latency"),
+    ],
+    ids=lambda words: words[1],
+)
+def test_sampled_text_is_the_same_on_a_mesh(generate: Generate, words: tuple[str, ...]) -> None:
+    _same_text(generate, *words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+@pytest.mark.parametrize("setting", ["none", "z", "yz", "yzx"])
+@pytest.mark.parametrize("mesh", ["1,1,1", "2,2,2", "4,2,1", "1,4,2", "2,1,3"])
+def test_sampled_text_is_the_same_on_every_mesh(
+    generate: Generate, mesh: str, setting: str, layout: str
+) -> None:
+    _same_text(generate, "--mesh", mesh, "--layout", layout, "--attn_all_to_all", setting)
+
+
+def test_a_mesh_that_the_model_does_not_fit_is_refused(generate: Generate) -> None:
+    run = generate("--mesh", "5,1,1")
+    assert run.code == 2
+    assert "embed=48 does not divide over the 5 chips" in run.err
