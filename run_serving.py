@@ -19,6 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from configs.engines import interactive
         from configs.models import MODELS
         from configs.prompts import free_text, shakespeare_prompt
+        from inference_engine.cli.check_command import check_command
         from inference_engine.cli.generate_command import generate_command
         from inference_engine.cli.main import main as run_command
         from inference_engine.cli.registries import Registries
@@ -26,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
         registries = Registries(
             models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
         )
-        commands = (generate_command(registries),)
+        commands = (generate_command(registries), check_command())
         return run_command(commands, sys.argv[1:] if words is None else words, interrupts)
 
 

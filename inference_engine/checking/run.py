@@ -86,6 +86,13 @@ def _inputs(prompt_tokens: int, longest: int, rows: int, vocab: int) -> _Batch:
     return _Batch(prompts[:rows], last[:rows])
 
 
+def compiler_options(platform: str) -> dict[str, bool | int]:
+    """What each case is compiled with: on a CPU without optimising what runs for milliseconds."""
+    if platform != "cpu":
+        return {}
+    return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
 def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) -> Program:
     """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
 
@@ -124,6 +131,7 @@ def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) 
         in_shardings=model.placed(in_specs),
         out_shardings=model.placed(out_specs),
         donate_argnums=1,
+        compiler_options=compiler_options(jax.default_backend()),
     )
     make_cache = jax.jit(empty, out_shardings=model.placed(cache_specs))
 

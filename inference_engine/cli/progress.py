@@ -34,6 +34,7 @@ class Unit(enum.Enum):
     NOTHING = "nothing"  # its end is not known
     BYTES = "bytes"
     SAMPLES = "samples"
+    CASES = "cases"
 
 
 @contextlib.contextmanager
@@ -102,6 +103,7 @@ def _bar(unit: Unit) -> "Progress":
         Unit.NOTHING: (),
         Unit.BYTES: (progress.BarColumn(), progress.DownloadColumn()),
         Unit.SAMPLES: (progress.BarColumn(), progress.MofNCompleteColumn()),
+        Unit.CASES: (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
     }
     return progress.Progress(
         progress.SpinnerColumn(),

@@ -1,0 +1,125 @@
+"""The command `check`: its flags and its help; no jax before they are understood.
+
+A flag that names one value of a factor (--layout, --weights, …) narrows the check to it; without it every
+value takes part.
+
+Data flow: flags → `check_plan` → `CheckPlan` → jax starts → `check_run.run` → exit code.
+
+Worked example: `check --layout 1d --collectives latency` is a covering set of the other six factors.
+"""
+
+import dataclasses
+from typing import Any
+
+from inference_engine.checking.cases import Factors
+from inference_engine.cli.interrupts import Interrupts
+from inference_engine.cli.mesh_flags import CUBE, MESH, mesh_group
+from inference_engine.cli.model_flags import ACTIVATIONS, ModelOptions, model_group, model_options
+from inference_engine.cli.options import Command, Flags, Group, Kind, Option
+from inference_engine.cli.progress import phase
+from inference_engine.cli.runtime import RuntimeOptions, runtime_group, start_jax
+from layers.collectives.mode import CollectiveMode
+from layers.layout import AttnAllToAll, Layout
+from layers.mesh_shape import MeshShape, host_devices_needed
+
+_DESCRIPTION = (
+    """Runs a model on a mesh in many settings and on one device, and compares all logits and tokens. By
+    default the settings are a small set in which every pair of values occurs; --exhaustive runs every
+    combination. A flag that names a layout, a dtype and so on narrows the check to it.""",
+    """An error is max|mesh - one device| / max|one device| over all logits; tokens must be equal wherever
+    the two best logits of one device are no tie. Rows go to stdout, progress to stderr; the exit code is 1
+    when anything differs.""",
+    """With --json stdout is one object: mesh, rows (the setting, max_rel_err, tokens_equal, ties, ok),
+    illegal (what cannot run, with the reason) and ok.""",
+)
+_EXAMPLES = (
+    ("the embedded model on eight chips", ""),
+    ("another mesh, one layout", "--mesh 2,1,3 --layout 1d"),
+    ("every combination in float32", "--exhaustive --weights float32 --activation_dtype float32"),
+)
+_MODEL_FLAGS = ("checkpoint", "weights", "gamma_offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPlan:
+    """What one call asks for.
+
+    Attributes:
+      shape: the mesh.
+      factors: values that take part.
+      exhaustive: every combination instead of a covering set.
+      json: an object instead of a table.
+      model: which model; how its weights are held is a factor.
+    """
+
+    shape: MeshShape
+    factors: Factors
+    exhaustive: bool
+    json: bool
+    model: ModelOptions
+
+
+def check_plan(flags: Flags) -> CheckPlan:
+    """What the flags ask for; raises UserError for a mesh that is none or an empty path."""
+    known = dict.fromkeys(("tokenizer", "layers"), None) | {"layers": "auto"} | dict(flags.values)
+    return CheckPlan(
+        shape=MeshShape.parse(CUBE if flags[MESH] is None else flags[MESH]),
+        factors=dataclasses.replace(Factors(), **_narrowed(flags)),
+        exhaustive=flags["exhaustive"],
+        json=flags["json"],
+        model=model_options(Flags(known, flags.given)),
+    )
+
+
+def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
+    """Factors that a flag names one value of."""
+    made = {
+        "layout": Layout, "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
+        "weights": str, "activation_dtype": str, "reduce_dtype": str,
+    }  # fmt: skip
+    return {name: (make(flags[name]),) for name, make in made.items() if name in flags.given}
+
+
+def check_command() -> Command:
+    """The command."""
+
+    def run(flags: Flags, interrupts: Interrupts) -> int:
+        plan = check_plan(flags)
+        with phase("starting JAX", interrupts):
+            start_jax(RuntimeOptions(flags["platform"], host_devices_needed(plan.shape)))
+            from inference_engine.cli import check_run
+        return check_run.run(plan, interrupts)
+
+    return Command(
+        name="check",
+        summary="prove that every layout on a mesh gives one device's tokens",
+        description=_DESCRIPTION,
+        groups=(
+            _model_group(),
+            mesh_group(CUBE, every_value=True),
+            Group(
+                "What is checked",
+                (
+                    Option("exhaustive", "every legal combination, not a covering set", Kind.SWITCH),
+                    Option("json", "one JSON object on stdout", Kind.SWITCH),
+                ),
+            ),
+            runtime_group(),
+        ),
+        run=run,
+        examples=_EXAMPLES,
+    )
+
+
+def _model_group() -> Group:
+    """Those flags of `model_group` that a check has a use for, with dtypes as factors."""
+    options = [option for option in model_group().options if option.name in _MODEL_FLAGS]
+    every = [
+        dataclasses.replace(option, shown_default="every one") if option.name == "weights" else option
+        for option in options
+    ]
+    activations = Option(
+        "activation_dtype", "dtype of activations and cache", Kind.CHOICE, choices=ACTIVATIONS,
+        shown_default="every one",
+    )  # fmt: skip
+    return Group("Model", (*every, activations))

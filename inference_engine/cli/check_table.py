@@ -1,0 +1,38 @@
+"""The rows of `check` as a table of at most 100 columns.
+
+Worked example: a row is
+
+    1d     yzx        latency    int8     float32     float32      3      5  2.1e-06  equal   0  ok
+"""
+
+import io
+from collections.abc import Sequence
+
+from inference_engine.checking.run import Row
+from inference_engine.cli.terminal import Stream
+
+WIDTH = 100
+_NAMES = (
+    "layout", "all-to-all", "collectives", "weights", "activations", "reduce", "batch", "prompt", "error",
+    "tokens", "ties", "",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, one a line under a line of names; coloured where stdout is a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in _NAMES:
+        shown.add_column(name, no_wrap=True)
+    for row in rows:
+        case = row.to_json()
+        settings = [str(case[key]) for key in list(case)[:8]]
+        outcome = ("[green]ok[/]",) if row.ok else ("[bold red]DIFFERS[/]",)
+        tokens = "equal" if row.tokens_equal else "differ"
+        shown.add_row(*settings, f"{row.max_rel_err:.1e}", tokens, str(row.ties), *outcome)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, force_terminal=Stream.OUT.is_terminal, highlight=False)
+    console.print(shown)
+    return text.getvalue()
