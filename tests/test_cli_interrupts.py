@@ -118,13 +118,14 @@ def test_an_interrupt_while_it_is_ending_ends_it(interrupts: Interrupts) -> None
     done = []
 
     def slow() -> str:
+        done.append("begun")
         interrupt()
         done.append("never")
         return ""
 
     with interrupts.closing(slow):
         assert left(interrupt)
-    assert done == []
+    assert done == ["begun"]
 
 
 @contextlib.contextmanager
@@ -183,16 +184,22 @@ def test_a_phase_that_ended_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> N
     assert error.getvalue() == ""
 
 
-def test_an_interrupt_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch, interrupts: Interrupts) -> None:
+def test_an_interrupt_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen(monkeypatch)
     error = Terminal()
     monkeypatch.setattr(sys, "stderr", error)
-    hidden, shown_again = "\x1b[?25l", "\x1b[?25h"  # the cursor
+    hide_cursor, show_cursor = "\x1b[?25l", "\x1b[?25h"
+    written = []
+
+    def note_and_leave(code: int) -> None:
+        written.append(error.getvalue())  # a process that ends like this writes nothing more
+        leave(code)
 
     def work() -> None:
-        with phase("compiling", interrupts, delay=0.0):
-            wait_for(lambda: hidden in error.getvalue())
+        with interrupts.taken(), phase("compiling", interrupts, delay=0.0):
+            wait_for(lambda: hide_cursor in error.getvalue())
             interrupt()
 
+    interrupts = Interrupts(note_and_leave)
     assert left(work)
-    assert error.getvalue().rindex(shown_again) > error.getvalue().rindex(hidden)
+    assert written[0].rindex(show_cursor) > written[0].rindex(hide_cursor)
