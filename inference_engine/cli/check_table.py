@@ -2,7 +2,7 @@
 
 Worked example: a row is
 
-    1d     yzx        latency    int8     float32     float32      3      5  2.1e-06  equal   0  ok
+    1d     yzx        latency     int8     float32    float32  3     5      2.1e-06 equal  0    ok
 """
 
 import io
@@ -13,7 +13,7 @@ from inference_engine.cli.terminal import Stream
 
 WIDTH = 100
 _NAMES = (
-    "layout", "all-to-all", "collectives", "weights", "activations", "reduce", "batch", "prompt", "error",
+    "layout", "all-to-all", "collectives", "weights", "activation", "reduce", "batch", "prompt", "error",
     "tokens", "ties", "",
 )  # fmt: skip
 
@@ -23,7 +23,7 @@ def table(rows: Sequence[Row]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(box=None, pad_edge=False, padding=(0, 1))
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in _NAMES:
         shown.add_column(name, no_wrap=True)
     for row in rows:
