@@ -137,6 +137,9 @@ def _absorb(
     placed = jnp.minimum(first, segment.keys - size)
     k, v = segment.block(placed, size)
     indices = placed + jnp.arange(size, dtype=jnp.int32)
+    # Scores are masked anyway. Without a select on k's way into the matmul, XLA on a CPU writes the new
+    # token of a one-row cache twice, once for the matmul's sake: four copies of a layer's keys in each step.
+    k = _valid_values(k, segment, indices)
     seen = _visible(segment, indices, q_positions, window) & (indices >= first)[None, None, :]
     mask = _row_mask(seen, rows.shape[2] // q_positions.shape[1])
     scores = jnp.where(mask, _scores(rows, k, cap), -jnp.inf)
