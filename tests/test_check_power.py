@@ -1,0 +1,217 @@
+"""The check has power: each mistake planted in the mesh's code is reported, and nothing else is.
+
+A mistake is a patch of one name in the code that only the mesh runs, so that one device stays right. The
+models are small and synthetic, with grouped and multiquery heads, biases, a window and int8 kernels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from checkpoints.synthetic import synthetic_state
+from inference_engine.checking.cases import Case
+from inference_engine.checking.run import Checker, Row
+from layers import attn_all_to_all, sharded_layer, transformer
+from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
+from layers.collectives.mode import CollectiveMode
+from layers.hparams import Bias, Block, HParams, NormPlacement
+from layers.layout import AttnAllToAll, Layout
+from layers.mesh import make_mesh
+from layers.mesh_shape import MeshShape
+from layers.norm import scale_and_shift
+from layers.rope import rope_phases
+from layers.sharded_layer import ShardedLayer
+from layers.sharded_ops import local_part, reduce_all, reduce_scatter
+from layers.transformer import MeshModel
+from layers.weight_stationary import WeightStationary1D, WeightStationary2D
+
+CUBE = MeshShape(2, 2, 2)
+GROUPED = HParams(
+    layers=2, embed=48, ff=96, heads=8, kv_heads=4, qkv=8, vocab=71, windows=(3, None),
+    biases=frozenset(Bias) - {Bias.LM_HEAD},
+)  # fmt: skip
+MULTIQUERY = dataclasses.replace(GROUPED, kv_heads=1, windows=(), biases=frozenset())
+SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPlacement.TWO)
+
+_CASE = Case(
+    Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
+    "float32", "float32", "float32", batch=8, prompt_tokens=5,
+)  # fmt: skip
+TRADED = _CASE
+BY_HEADS = dataclasses.replace(
+    _CASE, layout=Layout.WEIGHT_STATIONARY_1D, attn_all_to_all=AttnAllToAll.NONE, batch=3
+)
+INT8 = dataclasses.replace(_CASE, weights="int8", attn_all_to_all=AttnAllToAll.AXES_YZ)
+Where = tuple[HParams, Case]
+Patch = tuple[Any, str, Callable[..., Any]]
+
+
+@functools.cache
+def checker(hparams: HParams) -> Checker:
+    """One for each model, so that references are computed once."""
+    return Checker(synthetic_state(hparams), CUBE, make_mesh(CUBE), longest=6, steps=4)
+
+
+def outcome(where: Where) -> Row:
+    """The row of a case."""
+    hparams, case = where
+    return checker(hparams).run(case)
+
+
+_my_rows, _reduce_kv, _gather_rows = transformer.my_rows, sharded_layer.reduce_kv, sharded_layer.gather_rows
+_step_tokens, _call, _in = MeshModel._step_tokens, ShardedLayer.__call__, ShardedLayer._in
+_my_kv_heads, _logits = attn_all_to_all.my_kv_heads, MeshModel.logits
+
+
+def _step(change: Callable[[MeshModel, jax.Array, Any], Any]) -> Patch:
+    """Changes what layers are told of the tokens; `change` gets the positions of all rows."""
+
+    def changed(self: MeshModel, tokens: jax.Array, start: jax.Array) -> Any:
+        step = _step_tokens(self, tokens, start)
+        first = jnp.broadcast_to(start, (tokens.shape[0],))
+        positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        return change(self, positions, step)
+
+    return MeshModel, "_step_tokens", changed
+
+
+def _input(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
+    """Changes weight and bias of the input projections."""
+
+    def changed(self: ShardedLayer, n: jax.Array, weight: Any, bias: Any) -> jax.Array:
+        return _in(self, n, *change(weight, bias))
+
+    return ShardedLayer, "_in", changed
+
+
+def _x_first(q: jax.Array, setting: AttnAllToAll) -> jax.Array:
+    """Trades over x, then over y and z, instead of over all in one call."""
+    traded = lax.all_to_all(q, "x", split_axis=0, concat_axis=2, tiled=True)
+    traded = lax.all_to_all(traded, ("y", "z"), split_axis=0, concat_axis=2, tiled=True)
+    return attn_all_to_all._regroup(traded, ("y", "z", "x"), ("x", "y", "z"))
+
+
+def _local_norm(x: jax.Array, params: Any, kind: Any, eps: float, axes: tuple[str, ...]) -> jax.Array:
+    """A norm over this chip's part alone."""
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mine = jax.tree.map(lambda vector: local_part(vector, axes, 0), params)
+    return scale_and_shift(wide * lax.rsqrt(square + eps), mine).astype(x.dtype)
+
+
+def _one_plane_of_z(self: WeightStationary1D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
+    """The sum over y and z without the terms of half of the chips."""
+    partial = matmul_reducescatter(h, matrix, "x", self.config, layer=layer)
+    kept = jnp.where(lax.axis_index("z") == 0, partial, jnp.zeros_like(partial))
+    return reduce_all(kept, ("y", "z"), jnp.dtype("float32"))
+
+
+def _z_not_reduced(self: WeightStationary2D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
+    """Each chip of z keeps its own partial sum."""
+    partial = allgather_matmul(h, matrix, "x", self.config, layer=layer)
+    return local_part(reduce_scatter(partial, "y", 2, jnp.dtype("float32")), ("z",), 2)
+
+
+def _embed_zy(self: MeshModel, params: Any, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Vocabulary shards taken to be in (z, y) order."""
+    table = params.embedding
+    local = tokens - lax.axis_index(("z", "y")) * table.shape[0]
+    held = (local >= 0) & (local < table.shape[0])
+    rows = jnp.take(table, jnp.where(held, local, 0), axis=0).astype(dtype)
+    return self.ops.reduce_embedding(jnp.where(held[:, :, None], rows, jnp.zeros_like(rows)))
+
+
+def _other_y(self: MeshModel, params: Any, x: jax.Array) -> jax.Array:
+    """Logits of the vocabulary shard across y."""
+    return lax.ppermute(_logits(self, params, x), "y", [(0, 1), (1, 0)])
+
+
+def _no_window(self: ShardedLayer, *args: Any, window: Any, **kwargs: Any) -> Any:
+    del window
+    return _call(self, *args, window=None, **kwargs)
+
+
+def _ones(weight: Any) -> Any:
+    return dataclasses.replace(weight, scale=jnp.ones_like(weight.scale))
+
+
+def _rolled(weight: Any) -> Any:
+    return dataclasses.replace(weight, scale=jnp.roll(weight.scale, 1, axis=-2))
+
+
+def _first_chunk(bias: Any) -> Any:
+    return None if bias is None else jnp.broadcast_to(bias[..., :1, :], bias.shape)
+
+
+MISTAKES: dict[str, tuple[Where, Patch]] = {
+    "cache_of_another_batch_shard": (
+        (MULTIQUERY, TRADED),
+        (sharded_layer, "reduce_kv", lambda p, s, d: _reduce_kv(jnp.roll(p, 1, axis=0), s, d)),
+    ),
+    "positions_of_another_batch_shard": (
+        (GROUPED, TRADED),
+        (transformer, "my_rows", lambda x, s: _my_rows(jnp.roll(x, 1, axis=0), s)),
+    ),
+    "heads_not_regrouped": ((GROUPED, TRADED), (attn_all_to_all, "_regroup", lambda x, order, wanted: x)),
+    "heads_swapped_on_the_way_back": (
+        (MULTIQUERY, TRADED),
+        (sharded_layer, "gather_rows", lambda a, s, b: _gather_rows(jnp.flip(a, axis=2), s, b)),
+    ),
+    "all_to_all_over_x_first": ((MULTIQUERY, TRADED), (sharded_layer, "scatter_rows", _x_first)),
+    "rope_of_queries_off_by_one": (
+        (GROUPED, BY_HEADS),
+        _step(lambda model, at, step: step._replace(q_phases=rope_phases(model.hparams, at + 1))),
+    ),
+    "padding_attended": (
+        (GROUPED, TRADED), _step(lambda model, at, step: step._replace(positions=step.positions + 1)),
+    ),
+    "cache_written_one_position_off": (
+        (GROUPED, BY_HEADS), _step(lambda model, at, step: step._replace(start=step.start + 1)),
+    ),
+    "kv_head_of_another_group": (
+        (GROUPED, BY_HEADS),
+        (attn_all_to_all, "my_kv_heads", lambda x, s, dim: _my_kv_heads(jnp.roll(x, 1, axis=dim), s, dim)),
+    ),
+    "int8_scale_lost": ((GROUPED, INT8), _input(lambda weight, bias: (_ones(weight), bias))),
+    "int8_scale_of_another_chip": ((GROUPED, INT8), _input(lambda weight, bias: (_rolled(weight), bias))),
+    "bias_of_the_first_chip": (
+        (GROUPED, BY_HEADS), _input(lambda weight, bias: (weight, _first_chunk(bias)))
+    ),
+    "half_of_the_chips_not_summed": (
+        (GROUPED, BY_HEADS), (WeightStationary1D, "project_out", _one_plane_of_z)
+    ),
+    "axis_not_reduced": ((GROUPED, TRADED), (WeightStationary2D, "project_out", _z_not_reduced)),
+    "norm_of_the_local_part": ((SERIAL, TRADED), (sharded_layer, "sharded_norm", _local_norm)),
+    "window_lost": ((GROUPED, TRADED), (ShardedLayer, "__call__", _no_window)),
+    "embedding_shards_in_another_order": ((GROUPED, TRADED), (MeshModel, "_embed", _embed_zy)),
+    "logits_shards_in_another_order": ((GROUPED, BY_HEADS), (MeshModel, "logits", _other_y)),
+}  # fmt: skip
+
+
+def test_at_least_twelve_mistakes_are_planted() -> None:
+    assert len(MISTAKES) >= 12
+
+
+@pytest.mark.parametrize(
+    "where", dict.fromkeys(where for where, _ in MISTAKES.values()),
+    ids=["multiquery", "grouped", "by_heads", "int8", "serial"],
+)  # fmt: skip
+def test_check_passes_without_a_mistake(where: Where) -> None:
+    row = outcome(where)
+    assert row.ok, row
+    assert row.tokens_equal
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_check_reports_every_planted_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, patch = MISTAKES[name]
+    monkeypatch.setattr(*patch)
+    row = outcome(where)
+    assert not row.ok, row
+    assert not row.max_rel_err <= 1e-3, "a mistake that moves the logits by less is no mistake"
