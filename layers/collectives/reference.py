@@ -1,7 +1,7 @@
 """REFERENCE: one XLA collective and one einsum; the oracle of the rings.
 
-Both einsums contract or make the chunk dim as a dim of its own. Reshaping `[chunks, rows, cols]` to
-`[chunks · rows, cols]` instead would copy the layer's weights first.
+Both einsums contract or make the chunk dim as a dim of its own. For a reshape of the weight to
+`[chunks · rows, cols]` the TPU compiler may copy the whole layer's weights.
 
 Worked example, 4 chips, x [8, 1, 1280] and w [4, 1280, 1024]: the gathered x is [4, 8, 1, 1280], and
 einsum contracts 4 × 1280. The other way round, x [8, 1, 1024] and w [4, 1024, 2304] make a partial sum
