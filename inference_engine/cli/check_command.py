@@ -3,24 +3,21 @@
 A flag that names one value of a factor (--layout, --weights, …) narrows the check to it; without it every
 value takes part.
 
-Data flow: flags → `check_plan` → `CheckPlan` → jax starts → `check_run.run` → exit code.
+Data flow: flags → `check_plan.check_plan` → `CheckPlan` → jax starts → `check_run.run` → exit code.
 
 Worked example: `check --layout 1d --collectives latency` is a covering set of the other six factors.
 """
 
 import dataclasses
-from typing import Any
 
-from inference_engine.checking.cases import Factors
+from inference_engine.cli.check_plan import check_plan
 from inference_engine.cli.interrupts import Interrupts
-from inference_engine.cli.mesh_flags import CUBE, MESH, mesh_group
-from inference_engine.cli.model_flags import ACTIVATIONS, ModelOptions, model_group, model_options
+from inference_engine.cli.mesh_flags import CUBE, mesh_group
+from inference_engine.cli.model_flags import ACTIVATIONS, model_group
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
 from inference_engine.cli.runtime import RuntimeOptions, runtime_group, start_jax
-from layers.collectives.mode import CollectiveMode
-from layers.layout import AttnAllToAll, Layout
-from layers.mesh_shape import MeshShape, host_devices_needed
+from layers.mesh_shape import host_devices_needed
 
 _DESCRIPTION = (
     """Runs a model on a mesh in many settings and on one device, and compares all logits and tokens. By
@@ -38,46 +35,6 @@ _EXAMPLES = (
     ("every combination in float32", "--exhaustive --weights float32 --activation_dtype float32"),
 )
 _MODEL_FLAGS = ("checkpoint", "weights", "gamma_offset")
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckPlan:
-    """What one call asks for.
-
-    Attributes:
-      shape: the mesh.
-      factors: values that take part.
-      exhaustive: every combination instead of a covering set.
-      json: an object instead of a table.
-      model: which model; how its weights are held is a factor.
-    """
-
-    shape: MeshShape
-    factors: Factors
-    exhaustive: bool
-    json: bool
-    model: ModelOptions
-
-
-def check_plan(flags: Flags) -> CheckPlan:
-    """What the flags ask for; raises UserError for a mesh that is none or an empty path."""
-    known = dict.fromkeys(("tokenizer", "layers"), None) | {"layers": "auto"} | dict(flags.values)
-    return CheckPlan(
-        shape=MeshShape.parse(CUBE if flags[MESH] is None else flags[MESH]),
-        factors=dataclasses.replace(Factors(), **_narrowed(flags)),
-        exhaustive=flags["exhaustive"],
-        json=flags["json"],
-        model=model_options(Flags(known, flags.given)),
-    )
-
-
-def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
-    """Factors that a flag names one value of."""
-    made = {
-        "layout": Layout, "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
-        "weights": str, "activation_dtype": str, "reduce_dtype": str,
-    }  # fmt: skip
-    return {name: (make(flags[name]),) for name, make in made.items() if name in flags.given}
 
 
 def check_command() -> Command:

@@ -16,7 +16,7 @@ from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import Factors, all_cases, covering_cases
 from inference_engine.checking.run import DECODE_STEPS, Checker, Row
-from inference_engine.cli.check_command import CheckPlan
+from inference_engine.cli.check_plan import CheckPlan
 from inference_engine.cli.check_table import table
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.model import default_checkpoint
