@@ -2,7 +2,8 @@
 
 At batch 1 every weight is read once a token, so reading them at memory speed bounds decoding. Machine and
 variants are measured in turn, round after round, so that a slow minute meets all of them; medians are
-compared, and the bounds are the best of the run.
+compared, and the bounds are the best of the run. "beside" is the bare step's share of the memory speed that
+was measured just before it: on a quiet machine the two shares agree, on a busy one only this one means much.
 
 Data flow: model → `Subject` a batch → rounds of (machine, bare step, engine's step, whole path, prefill) →
 medians and quartiles → table or JSON.
@@ -37,6 +38,7 @@ from layers.errors import UserError
 
 BATCHES = (1, 4, 8)
 QUICK_BATCHES = (1,)
+ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Row:
     weight_bytes: int
     prefill_flops: float
     timings: dict[str, Timing]
+    beside: dict[str, float]  # share of the bound that was measured just before each timing, median
 
     def memory_share(self, variant: str, memory_speed: float) -> float:
         """Weight bytes a second over the memory speed."""
@@ -106,7 +109,8 @@ def measure(
     model: BenchmarkModel,
     batches: Sequence[int],
     rounds: int,
-    machine: Sequence[MemorySpeed | MatmulSpeed],
+    memory: MemorySpeed,
+    matmul: MatmulSpeed,
     say: Console,
 ) -> list[Row]:
     """All batches of one model, in rounds."""
@@ -121,22 +125,25 @@ def measure(
         runs[batch, "whole path"] = variants.whole_path(subject)
         if batch == 1:
             runs[batch, "prefill token"] = variants.prefill(subject)
+    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    flops = variants.prefill_flops(hparams)
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in runs}
+    beside: dict[tuple[int, str], list[float]] = {key: [] for key in runs}
     for number in range(rounds + 1):  # the first one warms up
         for (batch, name), run in runs.items():
-            for bound in machine:
-                bound.sample()
+            bounds = weight_bytes / memory.sample(), flops / matmul.sample()
             taken = run()
             if number:
                 seconds[batch, name].append(taken)
-    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+                beside[batch, name].append(bounds[name == "prefill token"] / taken)
     return [
         Row(
             model.name,
             batch,
             weight_bytes,
-            variants.prefill_flops(hparams),
+            flops,
             {name: Timing.of(values) for (at, name), values in seconds.items() if at == batch},
+            {name: statistics.median(values) for (at, name), values in beside.items() if at == batch},
         )
         for batch in batches
     ]
@@ -147,7 +154,7 @@ def decode_table(rows: Sequence[Row], memory_speed: float) -> Table:
     table = Table(title="One decode step, ms: median (quartiles)", title_justify="left")
     for heading in ("model", "batch", "weights", "bare step", "engine step", "whole path"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("bare/bound", "path/bound", "overhead", "tokens/s"):
+    for heading in ("bare/bound", "path/bound", "beside", "overhead", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         names = ("bare step", "engine step", "whole path")
@@ -158,6 +165,7 @@ def decode_table(rows: Sequence[Row], memory_speed: float) -> Table:
             f"{row.weight_bytes / 1e6:.0f} MB",
             *(_milliseconds(row.timings[name]) for name in names),
             *(f"{share:.0%}" for share in shares),
+            f"{row.beside['bare step']:.0%}",
             f"{row.overhead:+.1%}",
             f"{row.batch / row.timings['whole path'].median:.0f}",
         )
@@ -192,16 +200,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--quick", action="store_true", help="few and short rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=7, help="timings of each variant (default 7)")
+    parser.add_argument("--rounds", type=int, help=f"timings of each variant (default {ROUNDS})")
     parser.add_argument("--batches", type=int, nargs="*", help=f"slots (default {BATCHES})")
     flags = parser.parse_args()
-    rounds = 2 if flags.quick else max(2, flags.rounds)
+    rounds = max(2, flags.rounds or (2 if flags.quick else ROUNDS))
     batches = flags.batches or (QUICK_BATCHES if flags.quick else BATCHES)
     memory, matmul = MemorySpeed(), MatmulSpeed()
     say = Console(file=sys.stderr)
     rows: list[Row] = []
     for model in models(flags.quick):
-        rows += measure(model, batches, rounds, (memory, matmul), say)
+        rows += measure(model, batches, rounds, memory, matmul, say)
     where = f"{platform.machine()}, {os.cpu_count()} CPUs, jax {jax.__version__}"
     if flags.json:
         record = {

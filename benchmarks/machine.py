@@ -42,12 +42,15 @@ class MemorySpeed:
         self._pool = ThreadPoolExecutor(THREADS)
         self.best = 0.0
 
-    def sample(self) -> None:
-        """Reads the array once with each kind of reduction."""
+    def sample(self) -> float:
+        """Reads the array once with each kind of reduction; returns the faster in bytes/s."""
+        speed = 0.0
         for reader in _READERS:
             began = time.perf_counter()
             list(self._pool.map(reader, self._halves))
-            self.best = max(self.best, STREAM_BYTES / (time.perf_counter() - began))
+            speed = max(speed, STREAM_BYTES / (time.perf_counter() - began))
+        self.best = max(self.best, speed)
+        return speed
 
 
 class MatmulSpeed:
@@ -58,8 +61,10 @@ class MatmulSpeed:
         self._multiply = jax.jit(jnp.matmul).lower(self._matrix, self._matrix).compile()
         self.best = 0.0
 
-    def sample(self) -> None:
-        """One product."""
+    def sample(self) -> float:
+        """One product; returns FLOP/s."""
         began = time.perf_counter()
         self._multiply(self._matrix, self._matrix).block_until_ready()
-        self.best = max(self.best, 2 * MATMUL_SIZE**3 / (time.perf_counter() - began))
+        speed = 2 * MATMUL_SIZE**3 / (time.perf_counter() - began)
+        self.best = max(self.best, speed)
+        return speed
