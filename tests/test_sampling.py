@@ -254,9 +254,11 @@ def test_a_ban_of_every_token_gives_no_token() -> None:
 
 def test_logprobs_are_the_models_own(rng: np.random.Generator) -> None:
     """Whatever temperature, penalties, bias and cuts did to the draw."""
-    logits = tied_logits(rng, len(MIXTURE))
-    tokens, logprobs = draw(logits, MIXTURE)
-    exact = scipy.special.log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(MIXTURE)), tokens]
+    cases = [*MIXTURE[1:], request(logit_bias={7: 30.0})]
+    logits = tied_logits(rng, len(cases))
+    tokens, logprobs = draw(logits, cases)
+    assert tokens[-1] == 7
+    exact = scipy.special.log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(cases)), tokens]
     np.testing.assert_allclose(logprobs, exact, atol=1e-5)
 
 
@@ -316,10 +318,9 @@ def test_a_set_slot_equals_the_row_and_leaves_the_others_alone() -> None:
         row = sampling_row(case.params, case.prompt, WIDTH, case.sample_index, case.output)
         state = setter(state, jnp.int32(slot), row)
     jax.tree.map(np.testing.assert_array_equal, state, state_of(cases))
-    for missing in (-1, 3):
-        jax.tree.map(
-            np.testing.assert_array_equal, setter(state, jnp.int32(missing), row), state
-        )  # a chip that does not hold the slot
+    elsewhere = sampling_row(request(temperature=9.0).params, (), WIDTH)
+    for missing in (-1, 3):  # what a chip that does not hold the slot gets
+        jax.tree.map(np.testing.assert_array_equal, setter(state, jnp.int32(missing), elsewhere), state)
 
 
 def test_counting_tokens_resumes_where_a_row_with_its_output_starts() -> None:
