@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from layers.collectives.reductions import all_reduce, reduce_scatter
 from layers.head_order import padded_batch
 from layers.layout import AttnAllToAll
 from layers.mesh_shape import AXES
-from layers.sharded_ops import local_part, reduce_all, reduce_scatter
+from layers.sharded_ops import local_part
 
 
 def _size(axes: tuple[str, ...]) -> int:
@@ -80,14 +81,14 @@ def gather_rows(
 
 
 def reduce_kv(
-    partial: Float[Array, "batch time 2 kv_heads qkv"], setting: AttnAllToAll, dtype: jnp.dtype
+    partial: Float[Array, "batch time 2 kv_heads qkv"], setting: AttnAllToAll, reduce_dtype: str
 ) -> Float[Array, "rows time 2 my_kv_heads qkv"]:
     """Sums every chip's share of k and v, and keeps this chip's rows and kv heads; float32."""
-    rows = reduce_scatter(pad_batch(partial, setting), setting.batch_axes, 0, dtype)
+    rows = reduce_scatter(pad_batch(partial, setting), setting.batch_axes, reduce_dtype, dimension=0)
     heads = setting.head_axes
     if heads and rows.shape[3] % _size(heads) == 0:
-        return reduce_scatter(rows, heads, 3, dtype)
-    return my_kv_heads(reduce_all(rows, heads, dtype), setting, 3)
+        return reduce_scatter(rows, heads, reduce_dtype, dimension=3)
+    return my_kv_heads(all_reduce(rows, heads, reduce_dtype), setting, 3)
 
 
 def my_kv_heads(x: jax.Array, setting: AttnAllToAll, dim: int) -> jax.Array:

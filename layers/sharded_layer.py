@@ -151,7 +151,7 @@ class ShardedLayer:
         partial = jnp.einsum(
             "bte,ec->btc", mine, matrix.astype(n.dtype), preferred_element_type=jnp.float32
         ).reshape(*n.shape[:2], 2, hparams.kv_heads, hparams.qkv)
-        kv = reduce_kv(partial, setting, jnp.dtype(self.ops.config.reduce_dtype))
+        kv = reduce_kv(partial, setting, self.ops.config.reduce_dtype)
         if isinstance(weights.wkv, Int8Weight):
             kv = kv * self._kv_vector(weights.wkv.scale)
         if weights.bkv is not None:

@@ -21,24 +21,6 @@ def local_part(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
 
 
-def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, dtype: jnp.dtype) -> jax.Array:
-    """Sums over the axes and keeps this chip's part of a dim; travels in `dtype`, returns float32.
-
-    The barrier keeps the compiler from moving a later cast in front of the reduction.
-    """
-    if not axes:
-        return x.astype(jnp.float32)
-    reduced = lax.psum_scatter(x.astype(dtype), axes, scatter_dimension=dim, tiled=True)
-    return lax.optimization_barrier(reduced).astype(jnp.float32)
-
-
-def reduce_all(x: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-    """Sums over the axes; travels in `dtype`, returns float32."""
-    if not axes:
-        return x.astype(jnp.float32)
-    return lax.optimization_barrier(lax.psum(x.astype(dtype), axes)).astype(jnp.float32)
-
-
 def sharded_norm(
     x: Float[Array, "*batch part"],
     params: NormParams,

@@ -22,14 +22,13 @@ import dataclasses
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveConfig
+from layers.collectives.reductions import all_reduce, reduce_scatter
 from layers.layout import Layout
 from layers.mesh_shape import AXES
-from layers.sharded_ops import reduce_all, reduce_scatter
 
 Index = jax.Array | None
 
@@ -75,8 +74,7 @@ class WeightStationary2D:
     def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index) -> jax.Array:
         """Gathers rows over x while multiplying, then reduce-scatters embed over y and z."""
         partial = allgather_matmul(h, matrix, "x", self.config, layer=layer)
-        dtype = jnp.dtype(self.config.reduce_dtype)
-        return reduce_scatter(reduce_scatter(partial, "y", 2, dtype), "z", 2, dtype)
+        return reduce_scatter(partial, ("y", "z"), self.config.reduce_dtype, dimension=2)
 
     def reduce_embedding(self, rows: jax.Array) -> jax.Array:
         """Exact in any dtype: one chip of y and z has the row, the others have zeros."""
@@ -102,7 +100,7 @@ class WeightStationary1D:
     def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index) -> jax.Array:
         """Multiplies, reduce-scatters embed over x, then sums over y and z."""
         partial = matmul_reducescatter(h, matrix, "x", self.config, layer=layer)
-        return reduce_all(partial, ("y", "z"), jnp.dtype(self.config.reduce_dtype))
+        return all_reduce(partial, ("y", "z"), self.config.reduce_dtype)
 
     def reduce_embedding(self, rows: jax.Array) -> jax.Array:
         """Exact in any dtype: one chip of y and z has the row, the others have zeros."""

@@ -20,6 +20,7 @@ from inference_engine.checking.run import Checker, Row
 from layers import attn_all_to_all, sharded_layer, transformer
 from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveMode
+from layers.collectives.reductions import all_reduce, reduce_scatter
 from layers.hparams import Bias, Block, HParams, NormPlacement
 from layers.layout import AttnAllToAll, Layout
 from layers.mesh import make_mesh
@@ -27,7 +28,7 @@ from layers.mesh_shape import MeshShape
 from layers.norm import scale_and_shift
 from layers.rope import rope_phases
 from layers.sharded_layer import ShardedLayer
-from layers.sharded_ops import local_part, reduce_all, reduce_scatter
+from layers.sharded_ops import local_part
 from layers.transformer import MeshModel
 from layers.weight_stationary import WeightStationary1D, WeightStationary2D
 
@@ -109,13 +110,13 @@ def _one_plane_of_z(self: WeightStationary1D, h: jax.Array, matrix: jax.Array, l
     """The sum over y and z without the terms of half of the chips."""
     partial = matmul_reducescatter(h, matrix, "x", self.config, layer=layer)
     kept = jnp.where(lax.axis_index("z") == 0, partial, jnp.zeros_like(partial))
-    return reduce_all(kept, ("y", "z"), jnp.dtype("float32"))
+    return all_reduce(kept, ("y", "z"), "float32")
 
 
 def _z_not_reduced(self: WeightStationary2D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
     """Each chip of z keeps its own partial sum."""
     partial = allgather_matmul(h, matrix, "x", self.config, layer=layer)
-    return local_part(reduce_scatter(partial, "y", 2, jnp.dtype("float32")), ("z",), 2)
+    return local_part(reduce_scatter(partial, "y", "float32", dimension=2), ("z",), 2)
 
 
 def _embed_zy(self: MeshModel, params: Any, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:

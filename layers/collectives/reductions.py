@@ -38,8 +38,10 @@ def reduce_scatter(
 
 
 def all_reduce(x: Float[Array, "..."], axis_name: AxisName, reduce_dtype: str) -> Float32[Array, "..."]:
-    """Sum over the chips of the axes; the same on all of them. `reduce_dtype` is what travels."""
+    """Sum over the chips of the axes, () for none; the same on all. `reduce_dtype` is what travels."""
     names = axis_names(axis_name)
+    if not names:
+        return x.astype(jnp.float32)
     require_varying(names, lax.axis_size(names), x)
     return pinned(lax.psum(x.astype(reduce_dtype), names))
 

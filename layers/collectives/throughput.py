@@ -58,7 +58,7 @@ def matmul_reducescatter_throughput(
         return both[..., : first.stop], both[..., first.stop :]
 
     def joining(products: Callable[[Array, Index], Halves]) -> Step:
-        def step(k: Index, carry: Halves) -> Halves:
+        def step(k: Index, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             on, back = (half.astype(reduce_dtype) for half in carry)
             new_on, new_back = products(after(x, on, back), k)
             on, back = ring.hop(on, +1), ring.hop(back, -1)
