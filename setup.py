@@ -54,7 +54,7 @@ setup(
         "test": ["beartype>=0.20", "hypothesis>=6.100", "pytest>=9", "scipy>=1.14"],
         "dev": ["mypy>=2.4,<3", "pre-commit>=4", "ruff>=0.17.6,<0.18"],
         # The TPU compiler runs without a TPU; later wheels cannot print every program.
-        "tpu_compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],
+        "tpu-compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],
         # The independent implementations that the stored reference logits come from.
         "oracles": ["torch==2.13.0", "transformers>=5"],
     },

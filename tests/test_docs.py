@@ -109,7 +109,6 @@ def test_documents_name_no_machine(document: Path) -> None:
     assert not MACHINE_PATH.search(document.read_text())
 
 
-@pytest.mark.skipif(not CLI.exists(), reason="there is no command line yet")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
 def test_commands_use_flags_that_exist(document: Path) -> None:
     for command, flags in commands(document.read_text()):
