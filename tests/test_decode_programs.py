@@ -1,0 +1,60 @@
+"""Whole decode steps of PaLM as the real TPU compiler schedules them; nothing runs on a TPU."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.tpu_compiler
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict]:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU compiler is not installed: pip install libtpu==0.0.42.1")
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.decode_on_tpu"],
+        cwd=REPO,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {report["model"] for report in found} == {"palm_8b", "palm_540b"}
+    return found
+
+
+def test_decode_steps_fit_with_little_beside_weights_and_cache(reports: list[dict]) -> None:
+    for report in reports:
+        assert report["temp_bytes"] <= 0.05 * report["argument_bytes"], report["model"]
+
+
+def test_the_donated_cache_is_written_in_place(reports: list[dict]) -> None:
+    for report in reports:
+        assert report["alias_bytes"] >= report["cache_bytes"], report["model"]
+
+
+def test_no_layers_weights_or_cache_are_copied(reports: list[dict]) -> None:
+    for report in reports:
+        assert not report["copies"], (report["model"], report["mode"], report["copies"])
+
+
+def test_throughput_rings_have_a_matmul_beside_their_hops(reports: list[dict]) -> None:
+    (ring,) = [report for report in reports if report["mode"] == "throughput"]
+    covered = sum(hop["matmul_cycles"] > 0 for hop in ring["hops"])
+    assert len(ring["hops"]) == 12
+    assert covered >= 0.9 * 12
