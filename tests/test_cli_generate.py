@@ -19,7 +19,7 @@ from checkpoints.orbax_store import save_checkpoint
 from checkpoints.state import CheckpointState
 from checkpoints.synthetic import synthetic_state
 from inference_engine.cli import generate_run, model
-from inference_engine.cli.model_flags import LayersForm, ModelOptions
+from inference_engine.cli.model_flags import EngineOptions, LayersForm, ModelOptions
 from inference_engine.cli.prompts import Prompt
 from inference_engine.config import EngineConfig
 from inference_engine.sampling_params import SamplingParams
@@ -228,3 +228,13 @@ def test_the_reading_of_norm_gains_is_the_one_asked_for(offset: int) -> None:
     path = REPO / "tests" / "oracles" / "palm_rlhf_0.2.1.npz"
     opened = model.open_model(ModelOptions(path, tokenizer="bytes", gamma_offset=offset))
     assert opened.hparams.norm_gain_offset == offset
+
+
+def test_sizes_that_are_not_given_suit_the_model() -> None:
+    config = EngineConfig(slots=4, max_context=512, prefill_chunk=64)
+    assert EngineOptions(config).resolve(None, 2, "float32") == dataclasses.replace(config, top_logprobs=2)
+    short = EngineOptions(config).resolve(32, 0, "bfloat16")
+    assert (short.max_context, short.prefill_chunk, short.activation_dtype) == (32, 32, "bfloat16")
+    asked = EngineOptions(config, slots=1, max_context=100, prefill_chunk=7, activation_dtype="float32")
+    sizes = asked.resolve(4096, 0, "bfloat16")
+    assert sizes == EngineConfig(slots=1, max_context=100, prefill_chunk=7, activation_dtype="float32")
