@@ -14,6 +14,7 @@ Worked example: 426 MB of weights in 25 ms a token are 17.0 GB/s; of a memory sp
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import platform
@@ -210,7 +211,7 @@ def main() -> None:
     rows: list[Row] = []
     for model in models(flags.quick):
         rows += measure(model, batches, rounds, memory, matmul, say)
-    where = f"{platform.machine()}, {os.cpu_count()} CPUs, jax {jax.__version__}"
+    where = f"{platform.machine()}, {os.cpu_count()} CPUs, jax {importlib.metadata.version('jax')}"
     if flags.json:
         record = {
             "machine": where,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints.int8 import quantize_state
+from checkpoints.int8 import quantize_state, shared_output_scale
 from checkpoints.preprocess import layer_leaves, preprocess_ends, preprocess_layer
 from checkpoints.state import CheckpointState, Entry, QuantizedTensor
 from checkpoints.storage import ChunkMajor, OneDevice, Storage
@@ -113,6 +113,9 @@ def load_params(
     reader = _Reader(sum(map(_nbytes, weights.values())), progress)
     programs = _Programs(hparams, options)
     ends = programs.ends(reader.read({key: entry for key, entry in weights.items() if "/" not in key}))
+    if options.weights is WeightsDtype.INT8 and hparams.fused:
+        for index in range(hparams.layers):
+            shared_output_scale(weights, index)  # one matmul serves both outputs
     layers = (programs.layer(reader.read(layer_leaves(weights, i))) for i in range(hparams.layers))
     return dataclasses.replace(ends, layers=programs.stack(layers) if options.stacked else tuple(layers))
 

@@ -18,7 +18,7 @@ class FinishReason(enum.Enum):
     """Why a completion ended."""
 
     STOP = "stop"  # end of text, a stop id or a stop string
-    LENGTH = "length"  # max_new_tokens, or the context is full
+    LENGTH = "length"  # max_new_tokens; a request that would outgrow the context is refused
     CANCELLED = "cancelled"
     ERROR = "error"  # the model's logits were not finite
 
@@ -78,9 +78,7 @@ def check_request(request: Request, config: EngineConfig, vocab: int, name: str)
     if outside:
         raise UserError(f"{name}: token {outside[0]} is outside the vocabulary, 0 to {vocab - 1}")
     if count >= limit:
-        raise UserError(
-            f"{name}: the prompt has {count} tokens; allowed: at most {limit - 1} with a context of {limit}"
-        )
+        raise UserError(f"{name} has {count} tokens; allowed: at most {limit - 1} with a context of {limit}")
     wanted = request.params.max_new_tokens
     if count + wanted > limit:
         raise UserError(

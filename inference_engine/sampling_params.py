@@ -25,6 +25,9 @@ from layers.errors import UserError
 MAX_LOGPROBS = 20
 """Most alternatives a token that a request may ask for."""
 
+MAX_SAMPLES = 65_536
+"""Most samples of one prompt: each has a host-side text stream of its own from the start."""
+
 MAX_BIAS = 1e4
 """Largest finite logit bias: beyond it float32 sums lose the logits themselves."""
 
@@ -70,8 +73,8 @@ _NUMBERS: dict[str, _Number] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "seed": _Number(int, 0, 2**64 - 1, "0 to 18446744073709551615 (64 bits, unsigned)"),
-    "num_samples": _Number(int, 1, _MAX_INT, "1 and above"),
-    "max_new_tokens": _Number(int, 1, _MAX_INT, "1 and above"),
+    "num_samples": _Number(int, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+    "max_new_tokens": _Number(int, 1, _MAX_INT, f"1 to {_MAX_INT}"),
 }
 _LOGPROBS = _Number(int, 0, MAX_LOGPROBS, f"None (off) or 0 to {MAX_LOGPROBS} alternatives")
 _STOP_ID = _Number(int, 0, _MAX_INT, "token ids, 0 and above")

@@ -21,9 +21,9 @@ CHUNK_AXES = ("y", "z", "x")
 class Layout(enum.Enum):
     """Where weights and activations are, beside the batch.
 
-    WEIGHT_STATIONARY_1D: q, W0, W1 and Wo split by column over all chips, embed whole; the residual is
-      [batch, time, embed.X].
-    WEIGHT_STATIONARY_2D: columns split over y and z, embed over x; the residual is [batch, time, embed.XYZ].
+    WEIGHT_STATIONARY_1D: columns of q, W0, W1 and rows of Wo split over all chips, embed whole; the residual
+      is [batch, time, embed.X].
+    WEIGHT_STATIONARY_2D: those split over y and z, embed over x; the residual is [batch, time, embed.XYZ].
     """
 
     WEIGHT_STATIONARY_1D = "1d"

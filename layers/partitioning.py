@@ -126,11 +126,9 @@ def check_model(hparams: HParams, mesh: MeshShape) -> None:
     for name in ("embed", "ff"):
         size = getattr(hparams, name)
         if size % mesh.size:
-            below = size // mesh.size * mesh.size
-            nearest = below if below and size - below <= below + mesh.size - size else below + mesh.size
             chips = [n for n in range(1, size + 1) if hparams.embed % n == 0 and hparams.ff % n == 0]
             raise UserError(
                 f"{name}={size} does not divide over the {mesh.size} chips of mesh "
-                f"{mesh.x},{mesh.y},{mesh.z}; this model allows {', '.join(map(str, chips[:12]))} chips "
-                f"(nearest {name}: {nearest})"
+                f"{mesh.x},{mesh.y},{mesh.z}; this model allows {', '.join(map(str, chips[:12]))} chips; "
+                f"nearest: {min(chips, key=lambda n: abs(n - mesh.size))}"
             )

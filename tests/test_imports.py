@@ -43,7 +43,7 @@ PURE_IMPORT_SECONDS = 0.3
 HEAVY = ("jax", "jaxlib", "flax", "orbax", "tensorstore", "scipy")
 
 # Experimental interfaces without a public twin, each with the modules that may use it.
-EXPERIMENTAL = {"jax.experimental.topologies": ("tests.collectives_on_tpu",)}
+EXPERIMENTAL = {"jax.experimental.topologies": ("tests.collectives_on_tpu", "tests.decode_on_tpu")}
 
 
 def module_name(path: Path) -> str:

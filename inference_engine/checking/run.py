@@ -14,7 +14,9 @@ there on every step overwrites what the prefill left.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +63,10 @@ class Row:
     ties: int
     ok: bool
 
-    def to_json(self) -> dict[str, str | int | float | bool]:
+    def to_json(self) -> dict[str, Any]:
         """The case's fields and the figures."""
-        figures = dataclasses.asdict(self) | {"max_rel_err": float(self.max_rel_err)}
+        finite = math.isfinite(self.max_rel_err)  # JSON has no NaN
+        figures = dataclasses.asdict(self) | {"max_rel_err": self.max_rel_err if finite else None}
         figures.pop("case")
         return self.case.to_json() | figures
 

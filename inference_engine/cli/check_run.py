@@ -74,7 +74,7 @@ class _Outcome:
             "illegal": [{"setting": setting, "reason": reason} for setting, reason in self.illegal],
             "ok": self.ok,
         }
-        return json.dumps(value) + "\n"
+        return json.dumps(value, allow_nan=False) + "\n"
 
 
 def _exact(row: Row) -> bool:
