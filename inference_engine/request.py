@@ -78,7 +78,9 @@ def check_request(request: Request, config: EngineConfig, vocab: int, name: str)
     if outside:
         raise UserError(f"{name}: token {outside[0]} is outside the vocabulary, 0 to {vocab - 1}")
     if count >= limit:
-        raise UserError(f"{name} has {count} tokens; allowed: at most {limit - 1} with a context of {limit}")
+        raise UserError(
+            f"{name}: the prompt has {count} tokens; allowed: at most {limit - 1} with a context of {limit}"
+        )
     wanted = request.params.max_new_tokens
     if count + wanted > limit:
         raise UserError(

@@ -49,7 +49,7 @@ def test_one_bad_line_stops_all_unless_it_is_skipped(cli: Cli, tmp_path: Path) -
     path.write_text("[]\n")
     assert "all 1 lines are bad" in cli(*words, "--skip_bad_lines").err
     path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "{long}"}}\n')
-    assert "line 2 has 65 tokens; allowed: at most 63" in cli(*words).error
+    assert "line 2: the prompt has 65 tokens; allowed: at most 63" in cli(*words).error
 
 
 def test_a_default_length_shrinks_to_the_room_and_an_asked_one_is_refused(cli: Cli) -> None:
