@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from layers.hparams import Norm
+from layers.numerics import trailing
 
 
 @flax.struct.dataclass
@@ -39,14 +40,10 @@ def normalize(x: Float[Array, "*batch dim"], kind: Norm, eps: float) -> Float[Ar
 def scale_and_shift(x: Float[Array, "*batch dim"], params: NormParams) -> Float[Array, "*batch dim"]:
     """Applies what of gain and bias there is; shapes broadcast over the leading dims."""
     if params.gain is not None:
-        x = x * _lead(params.gain, x.ndim)
+        x = x * trailing(params.gain, x.ndim)
     if params.bias is not None:
-        x = x + _lead(params.bias, x.ndim)
+        x = x + trailing(params.bias, x.ndim)
     return x
-
-
-def _lead(vector: jax.Array, ndim: int) -> jax.Array:
-    return vector.astype(jnp.float32).reshape((1,) * (ndim - vector.ndim) + vector.shape)
 
 
 def apply_norm(

@@ -30,14 +30,15 @@ def project(
     matrix = weight.qvalue if isinstance(weight, Int8Weight) else weight
     y = jnp.einsum("...r,rc->...c", x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
     if isinstance(weight, Int8Weight):
-        y = y * _as_row(weight.scale, y.ndim)
+        y = y * trailing(weight.scale, y.ndim)
     if bias is not None:
-        y = y + _as_row(bias.astype(jnp.float32), y.ndim)
+        y = y + trailing(bias, y.ndim)
     return y.astype(x.dtype)
 
 
-def _as_row(vector: Float[Array, " cols"], ndim: int) -> jax.Array:
-    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+def trailing(vector: jax.Array, ndim: int) -> jax.Array:
+    """A scale, bias or gain in float32, its dims the last of `ndim`: ranks are never promoted implicitly."""
+    return vector.astype(jnp.float32).reshape((1,) * (ndim - vector.ndim) + vector.shape)
 
 
 def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

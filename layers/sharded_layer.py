@@ -23,7 +23,7 @@ from layers.hparams import Block, HParams, NormPlacement
 from layers.kv_cache import KVCache
 from layers.layout import CHUNK_AXES, AttnAllToAll
 from layers.norm import NormParams, apply_norm
-from layers.numerics import ff_hidden
+from layers.numerics import ff_hidden, trailing
 from layers.params import LayerParams
 from layers.quantization import Int8Weight, Weight
 from layers.rope import RopePhases, apply_rope_to_keys, apply_rope_to_queries
@@ -120,18 +120,20 @@ class ShardedLayer:
         y = self.ops.project_in(n, _matrix(weight), self.index)
         chunk = lax.axis_index(CHUNK_AXES)
         if isinstance(weight, Int8Weight):
-            y = y * _row(lax.dynamic_index_in_dim(self._vector(weight.scale), chunk, keepdims=False), y.ndim)
+            y = y * trailing(
+                lax.dynamic_index_in_dim(self._vector(weight.scale), chunk, keepdims=False), y.ndim
+            )
         if bias is not None:
-            y = y + _row(lax.dynamic_index_in_dim(self._vector(bias), chunk, keepdims=False), y.ndim)
+            y = y + trailing(lax.dynamic_index_in_dim(self._vector(bias), chunk, keepdims=False), y.ndim)
         return y.astype(n.dtype)
 
     def _out(self, h: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """An output projection: scales and biases are [embed] and sliced as the residual is."""
         y = self.ops.project_out(h, _matrix(weight), self.index)
         if isinstance(weight, Int8Weight):
-            y = y * _row(local_part(self._vector(weight.scale), self.ops.residual_axes, 0), y.ndim)
+            y = y * trailing(local_part(self._vector(weight.scale), self.ops.residual_axes, 0), y.ndim)
         if bias is not None:
-            y = y + _row(local_part(self._vector(bias), self.ops.residual_axes, 0), y.ndim)
+            y = y + trailing(local_part(self._vector(bias), self.ops.residual_axes, 0), y.ndim)
         return y.astype(h.dtype)
 
     def _queries(self, q: jax.Array, step: StepTokens) -> jax.Array:
@@ -170,7 +172,3 @@ class ShardedLayer:
 
 def _matrix(weight: Weight) -> jax.Array:
     return weight.qvalue if isinstance(weight, Int8Weight) else weight
-
-
-def _row(vector: jax.Array, ndim: int) -> jax.Array:
-    return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + vector.shape)
