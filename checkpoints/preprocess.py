@@ -125,7 +125,7 @@ def preprocess_layer(
     ff_gain = gain if hparams.norm_placement is NormPlacement.SHARED else layer.folded_gain("norm2")
 
     q = layer.kernel("q", hparams.embed, gain, on_q)
-    kv = ONE_DEVICE.beside([layer.kernel(name, hparams.embed, gain) for name in ("k", "v")])
+    kv = storage.keys_values([layer.kernel(name, hparams.embed, gain) for name in ("k", "v")])
     w0 = layer.kernel("w0", hparams.embed, ff_gain, on_w0)
     ff_in = [w0, layer.kernel("w1", hparams.embed, ff_gain)] if hparams.act.gated else [w0]
     o, w2 = layer.kernel("o", width), layer.kernel("w2", hparams.ff)
@@ -176,12 +176,12 @@ def preprocess_ends(
         gain.astype(jnp.float32) + float(hparams.norm_gain_offset),
         None if bias is None else bias.astype(jnp.float32),
     )
-    embedding = storage.pad_vocab(leaves["embedding"], 0).astype(dtype)
+    embedding = storage.pad_vocab(leaves["embedding"]).astype(dtype)
     ends = {"embedding": embedding, "final_norm": final_norm}
     if "lm_head" in leaves:
-        ends["lm_head"] = storage.pad_vocab(leaves["lm_head"], 1).astype(dtype)
+        ends["lm_head"] = storage.pad_vocab(leaves["lm_head"].T).astype(dtype)
     if "lm_head_bias" in leaves:
-        ends["lm_head_bias"] = storage.pad_vocab(leaves["lm_head_bias"], 0).astype(jnp.float32)
+        ends["lm_head_bias"] = storage.pad_vocab(leaves["lm_head_bias"]).astype(jnp.float32)
     return ends
 
 

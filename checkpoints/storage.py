@@ -1,7 +1,7 @@
 """The order in which a mesh, or one device, stores the matrices of a layer.
 
-On one device matrices that read the same input stand next to each other, and those whose outputs are added
-stand above each other. On a mesh they are cut into chunks, one a chip in (y, z, x) order, each with its share
+On one device matrices are stored output-major, `[cols, rows]` (`layers.numerics` says why): those that read
+the same input stand above each other, and those whose outputs are added stand next to each other. On a mesh they are cut into chunks, one a chip in (y, z, x) order, each with its share
 of every part, and stored chunk-major with plain two-dimensional chunks: a collective matmul then indexes
 leading dims only, and no chip ever copies or re-lays a weight.
 
@@ -47,14 +47,17 @@ class Storage(Protocol):
     def beside(self, parts: Sequence[Weight]) -> Weight:
         """Fuses matrices `[rows, cols]` that read the same input."""
 
+    def keys_values(self, parts: Sequence[Weight]) -> Weight:
+        """Fuses the projections of k and v, `[rows, cols]` each."""
+
     def below(self, parts: Sequence[Weight]) -> Weight:
         """Fuses matrices `[rows, cols]` whose outputs are added."""
 
     def vectors(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Fuses vectors laid out as the columns of `beside`."""
 
-    def pad_vocab(self, table: jax.Array, axis: int) -> jax.Array:
-        """Pads the vocabulary dim with zeros."""
+    def pad_vocab(self, table: jax.Array) -> jax.Array:
+        """Pads the leading vocabulary dim with zeros."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +69,23 @@ class OneDevice:
         return hparams, leaves
 
     def beside(self, parts: Sequence[Weight]) -> Weight:
-        """`[rows, all cols]`."""
-        return _join(parts, axis=-1)
+        """`[all cols, rows]`."""
+        return _output_major(_join(parts, axis=-1))
+
+    def keys_values(self, parts: Sequence[Weight]) -> Weight:
+        """`[all cols, rows]`."""
+        return self.beside(parts)
 
     def below(self, parts: Sequence[Weight]) -> Weight:
-        """`[all rows, cols]`."""
-        return _join(parts, axis=-2)
+        """`[cols, all rows]`."""
+        return _output_major(_join(parts, axis=-2))
 
     def vectors(self, parts: Sequence[jax.Array]) -> jax.Array:
         """`[all cols]`."""
         return jnp.concatenate(parts)
 
-    def pad_vocab(self, table: jax.Array, axis: int) -> jax.Array:
+    def pad_vocab(self, table: jax.Array) -> jax.Array:
         """Nothing to do."""
-        del axis
         return table
 
 
@@ -114,6 +120,10 @@ class ChunkMajor:
             return matrix
         return Int8Weight(matrix, self.vectors([part.scale for part in parts]))
 
+    def keys_values(self, parts: Sequence[Weight]) -> Weight:
+        """`[rows, all cols]`: rows are split over the chips as they stand."""
+        return _join(parts, axis=-1)
+
     def below(self, parts: Sequence[Weight]) -> Weight:
         """`[chunks·embed_chunks, rows, cols/embed_chunks]`; the scale of its output `[cols]`."""
         values = [_values(part).reshape(self.mesh.size, -1, part.shape[-1]) for part in parts]
@@ -127,10 +137,10 @@ class ChunkMajor:
         """`[chunks, cols of a chunk]`."""
         return jnp.concatenate([part.reshape(self.mesh.size, -1) for part in parts], axis=1)
 
-    def pad_vocab(self, table: jax.Array, axis: int) -> jax.Array:
+    def pad_vocab(self, table: jax.Array) -> jax.Array:
         """To a multiple of the chips."""
-        missing = -table.shape[axis] % self.mesh.size
-        return jnp.pad(table, [(0, missing if dim == axis else 0) for dim in range(table.ndim)])
+        missing = -table.shape[0] % self.mesh.size
+        return jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
 
 
 # Which dim of a leaf counts heads, and whether it counts kv heads.
@@ -167,3 +177,9 @@ def _join(parts: Sequence[Weight], axis: int) -> Weight:
         return matrix
     scales = [part.scale for part in parts]
     return Int8Weight(matrix, jnp.concatenate(scales) if axis == -1 else scales[0])
+
+
+def _output_major(weight: Weight) -> Weight:
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.qvalue.T, weight.scale)
+    return weight.T

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from layers.hparams import HParams
 from layers.norm import apply_norm
-from layers.numerics import project, softcap
+from layers.numerics import output_major_product, softcap
 from layers.params import Params
 
 
@@ -32,12 +32,8 @@ def unembed(
 ) -> Float[Array, "batch time vocab"]:
     """Float32 logits of final residual vectors, final norm, scale, bias and soft cap included."""
     x = apply_norm(x, params.final_norm, hparams.norm, hparams.norm_eps)
-    if params.lm_head is None:
-        table = params.embedding.astype(x.dtype)
-        logits = jnp.einsum("bte,ve->btv", x, table, preferred_element_type=jnp.float32)
-    else:
-        logits = project(x, params.lm_head).astype(jnp.float32)
-    logits = logits * hparams.logits_multiplier
+    table = params.embedding if params.lm_head is None else params.lm_head  # [vocab, embed]
+    logits = output_major_product(x, table.astype(x.dtype)) * hparams.logits_multiplier
     if params.lm_head_bias is not None:
         # A bias belongs to the projection, so the logit scale multiplies it as well.
         bias = params.lm_head_bias.astype(jnp.float32)[None, None, :]

@@ -9,8 +9,8 @@ partition specs and shardings.
 
 Data flow: `checkpoints.preprocess` builds it → `serial` or `transformer` reads it; nobody writes it.
 
-Worked example: PaLM 8B on one device has, per layer, wi [4096, 16·256 + 2·16384], wkv [4096, 512] and
-wo [16·256 + 16384, 4096].
+Worked example: PaLM 8B on one device has, per layer, wi [16·256 + 2·16384, 4096], wkv [512, 4096] and
+wo [4096, 16·256 + 16384].
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from layers.norm import NormParams
 
 @flax.struct.dataclass
 class LayerParams:
-    """One layer (or a stack of them). Columns and rows are on one device; None where absent.
+    """One layer (or a stack of them). Matrices are output-major on one device; None where absent.
 
-    wi    [embed, q | W0 | W1] of a fused block, [embed, q] otherwise
-    wkv   [embed, k | v]
-    wo    [attention | ff, embed] of a fused block, [attention, embed] otherwise
-    wi_ff [embed, W0 | W1], wo_ff [ff, embed]: blocks that are not fused
-    b*    the biases, laid out as the columns of the matrix of that name
+    wi    [q | W0 | W1, embed] of a fused block, [q, embed] otherwise
+    wkv   [k | v, embed]
+    wo    [embed, attention | ff] of a fused block, [embed, attention] otherwise
+    wi_ff [W0 | W1, embed], wo_ff [embed, ff]: blocks that are not fused
+    b*    the biases, laid out as the outputs of the matrix of that name
     q_norm, k_norm: gains [heads, qkv] and [kv_heads, qkv] of qk-norm
     """
 
@@ -53,7 +53,7 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """All weights: embedding [vocab, embed], layers, final norm, lm_head [embed, vocab] if untied."""
+    """All weights: embedding [vocab, embed], layers, final norm, lm_head [vocab, embed] if untied."""
 
     embedding: Any
     layers: Any

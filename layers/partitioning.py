@@ -98,7 +98,7 @@ def param_specs(params: Params, layout: Layout) -> Params:
         embedding=partition_spec(("vocab", "embed"), table),
         layers=layers,
         final_norm=jax.tree.map(lambda _: P(), params.final_norm),
-        lm_head=None if head is None else partition_spec(("embed", "vocab"), table),
+        lm_head=None if head is None else partition_spec(("vocab", "embed"), table),
         lm_head_bias=None if params.lm_head_bias is None else P(),
     )
 

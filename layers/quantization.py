@@ -14,12 +14,11 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 
 @flax.struct.dataclass
 class Int8Weight:
-    """int8 weights `[..., rows, cols]` and their float32 scales `[..., cols]`.
+    """int8 weights and their float32 scales, one an output channel (`[..., cols]`).
 
     The fields are `Any`: a pytree also carries shapes, specs and shardings.
     """
@@ -34,10 +33,3 @@ class Int8Weight:
 
 
 Weight = jax.Array | Int8Weight
-
-
-def dequantize(weight: Weight) -> jax.Array:
-    """The float32 matrix that a weight stands for, `[..., rows, cols]`."""
-    if isinstance(weight, Int8Weight):
-        return weight.qvalue.astype(jnp.float32) * jnp.expand_dims(weight.scale, -2)
-    return weight.astype(jnp.float32)

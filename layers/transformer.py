@@ -177,10 +177,8 @@ class MeshModel:
         hparams = self.hparams
         gathered = self.ops.gather(x)  # [batch, time, embed.X]
         n = sharded_norm(gathered, params.final_norm, hparams.norm, hparams.norm_eps, ("x",))
-        equation, table = ("bte,ve->btv", params.embedding)
-        if params.lm_head is not None:
-            equation, table = ("bte,ev->btv", params.lm_head)
-        partial = jnp.einsum(equation, n, table.astype(n.dtype), preferred_element_type=jnp.float32)
+        table = params.embedding if params.lm_head is None else params.lm_head  # [vocab.YZ, embed.X]
+        partial = jnp.einsum("bte,ve->btv", n, table.astype(n.dtype), preferred_element_type=jnp.float32)
         # [batch, time, vocab.YZ] {x unreduced} → vocab.YZX; logits always travel in float32
         logits = lax.psum_scatter(partial, "x", scatter_dimension=2, tiled=True) * hparams.logits_multiplier
         if params.lm_head_bias is not None:

@@ -91,7 +91,7 @@ def test_heads_stand_in_their_stored_order_and_padding_is_zero() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_vocabulary_is_padded_with_zeros_to_a_multiple_of_the_chips(mesh: MeshShape) -> None:
     table = jnp.ones((71, 4), jnp.float32)
-    padded = np.asarray(ChunkMajor(Layout.WEIGHT_STATIONARY_1D, mesh).pad_vocab(table, 0))
+    padded = np.asarray(ChunkMajor(Layout.WEIGHT_STATIONARY_1D, mesh).pad_vocab(table))
     assert padded.shape[0] % mesh.size == 0
     assert padded.shape[0] - 71 < mesh.size
     np.testing.assert_array_equal(padded[:71], 1)

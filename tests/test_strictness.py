@@ -21,7 +21,7 @@ from tests.conftest import CompilationCounter
 
 
 def test_a_wrong_type_or_shape_is_caught() -> None:
-    x, weight = jnp.zeros((2, 3)), jnp.zeros((3, 5))
+    x, weight = jnp.zeros((2, 3)), jnp.zeros((5, 3))
     assert project(x, weight, jnp.zeros(5)).shape == (2, 5)
     with pytest.raises(jaxtyping.TypeCheckError, match="Actual value: i32"):
         project(x.astype(jnp.int32), weight)
