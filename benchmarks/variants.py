@@ -66,7 +66,7 @@ def bare(subject: Subject) -> Callable[[], float]:
         params: Params, cache: KVCache, tokens: jax.Array, lengths: jax.Array
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         x, cache = model.forward(params, tokens[:, None], lengths, cache)
-        tokens = jnp.argmax(model.logits(params, x)[:, 0], axis=-1).astype(jnp.int32)
+        tokens = jnp.argmax(model.logits(params, x, slots)[:, 0], axis=-1).astype(jnp.int32)
         return cache, tokens, lengths + 1
 
     shape = model.cache_shape(slots, engine.config.cache_time)

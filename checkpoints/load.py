@@ -26,7 +26,7 @@ from checkpoints.state import CheckpointState, Entry, QuantizedTensor
 from checkpoints.storage import ChunkMajor, OneDevice, Storage
 from layers.errors import UserError
 from layers.hparams import HParams
-from layers.layout import Layout
+from layers.layout import WeightStorage
 from layers.mesh_shape import MeshShape
 from layers.norm import NormParams
 from layers.params import LayerParams, Params
@@ -48,9 +48,9 @@ class WeightsDtype(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlacement:
-    """Where on a mesh, and in which layout's order, weights are to be."""
+    """Where on a mesh, and in which order, weights are to be."""
 
-    layout: Layout
+    storage: WeightStorage
     shape: MeshShape
     mesh: Mesh
 
@@ -74,13 +74,13 @@ class LoadOptions:
         """The order of the matrices."""
         if self.placement is None:
             return OneDevice()
-        return ChunkMajor(self.placement.layout, self.placement.shape)
+        return ChunkMajor(self.placement.storage, self.placement.shape)
 
     def shardings(self, params: Params) -> Any:
         """Where each leaf of `params` (arrays or shapes) is to be; None for the default device."""
         if self.placement is None:
             return None
-        return shardings(self.placement.mesh, param_specs(params, self.placement.layout))
+        return shardings(self.placement.mesh, param_specs(params, self.placement.storage))
 
 
 Pair = tuple[Any, Any]

@@ -1,9 +1,10 @@
 """The order in which a mesh, or one device, stores the matrices of a layer.
 
 On one device matrices are stored output-major, `[cols, rows]` (`layers.numerics` says why): those that read
-the same input stand above each other, and those whose outputs are added stand next to each other. On a mesh they are cut into chunks, one a chip in (y, z, x) order, each with its share
-of every part, and stored chunk-major with plain two-dimensional chunks: a collective matmul then indexes
-leading dims only, and no chip ever copies or re-lays a weight.
+the same input stand above each other, and those whose outputs are added stand next to each other. On a mesh
+they are cut into chunks, one a chip in (y, z, x) order, each with its share of every part, and stored
+chunk-major with plain two-dimensional chunks: a collective matmul then indexes leading dims only, and no
+chip ever copies or re-lays a weight.
 
   2D  in  [chunks, embed, cols]          chunks over (y, z), embed over x
       out [chunks, rows, embed]          chunks over (y, z), embed over x
@@ -30,7 +31,7 @@ import numpy as np
 from checkpoints.state import QuantizedTensor
 from layers.head_order import PaddedHeads, padded_heads
 from layers.hparams import HParams
-from layers.layout import Layout
+from layers.layout import WeightStorage
 from layers.mesh_shape import MeshShape
 from layers.quantization import Int8Weight, Weight
 
@@ -91,15 +92,15 @@ class OneDevice:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMajor:
-    """Chunks for an x × y × z mesh in the order of a layout; see the module's docstring."""
+    """Chunks for an x × y × z mesh; see the module's docstring."""
 
-    layout: Layout
+    order: WeightStorage
     mesh: MeshShape
 
     @property
     def embed_chunks(self) -> int:
         """Parts of embed that stand in the leading dim."""
-        return self.mesh.x if self.layout is Layout.WEIGHT_STATIONARY_1D else 1
+        return self.mesh.x if self.order is WeightStorage.ONE_D else 1
 
     def arrange_heads(self, hparams: HParams, leaves: Leaves) -> tuple[HParams, Leaves]:
         """Pads and orders heads as `layers.head_order` says."""

@@ -21,7 +21,7 @@ from inference_engine.decode_state import DecodeState, Prefix, StepResult
 from inference_engine.model import Model
 from inference_engine.request import Request
 from inference_engine.sampling_state import sampling_row
-from inference_engine.steps import build_steps
+from inference_engine.steps import Models, build_steps
 from layers.hparams import HParams
 from layers.params import Params
 
@@ -33,12 +33,16 @@ class Engine:
 
     Attributes:
       model, params, config: what the programs were compiled for.
+      prefill_model: the same model in prefill's layout; `model` where none is given.
     """
 
-    def __init__(self, model: Model, params: Params, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Model, params: Params, config: EngineConfig, prefill_model: Model | None = None
+    ) -> None:
         config.check_model(model.hparams)
         self.model, self.params, self.config = model, params, config
-        self._steps = build_steps(model, config, params)
+        self.prefill_model = prefill_model or model
+        self._steps = build_steps(Models(self.prefill_model, model), config, params)
 
     @property
     def hparams(self) -> HParams:

@@ -18,6 +18,7 @@ from layers import serial
 from layers.embedding import unembed
 from layers.hparams import HParams
 from layers.kv_cache import CacheShape, KVCache
+from layers.layout import AttentionAxes
 from layers.params import Params
 
 
@@ -42,8 +43,12 @@ class Model(Protocol):
         """Mesh axes of the logits' vocabulary, major first."""
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the cache's rows, major first."""
+    def attention(self) -> AttentionAxes | None:
+        """How the cache's rows and heads lie on the mesh; None on one device."""
+
+    @property
+    def padded_kv_heads(self) -> int:
+        """kv heads as the mesh holds them."""
 
     def cache_shape(self, rows: int, time: int) -> CacheShape:
         """The whole cache's sizes for `rows` sequences."""
@@ -53,8 +58,8 @@ class Model(Protocol):
     ) -> tuple[jax.Array, KVCache]:
         """See `serial.forward`."""
 
-    def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Float32 logits of this chip's part of the vocabulary."""
+    def logits(self, params: Params, x: jax.Array, rows: int) -> jax.Array:
+        """Float32 logits of this chip's part of the vocabulary, for the first `rows` rows of the residual."""
 
     def param_specs(self, params: Params) -> Any:
         """Where each weight lies."""
@@ -87,9 +92,13 @@ class OneDeviceModel:
         return ()
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
+    def attention(self) -> None:
         """No mesh."""
-        return ()
+
+    @property
+    def padded_kv_heads(self) -> int:
+        """Nothing is padded."""
+        return self.hparams.kv_heads
 
     def cache_shape(self, rows: int, time: int) -> CacheShape:
         """Nothing is padded."""
@@ -104,8 +113,9 @@ class OneDeviceModel:
         assert written is not None  # a cache in is a cache out
         return x, written
 
-    def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """`embedding.unembed`."""
+    def logits(self, params: Params, x: jax.Array, rows: int) -> jax.Array:
+        """`embedding.unembed`; there are no other rows."""
+        del rows
         return unembed(self.hparams, params, x)
 
     def param_specs(self, params: Params) -> None:

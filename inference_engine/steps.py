@@ -5,7 +5,7 @@ dtype are an error. State and caches are donated, so a step writes in place.
 
 Data flow:
   prefill   params, Prefix, tokens [rows, chunk], position → Prefix
-  insert    DecodeState, Prefix, row, slot, request's row → DecodeState
+  insert    DecodeState, Prefix, row, slot, request's row → DecodeState, in decoding's layout
   generate  params, DecodeState → DecodeState, StepResult
   release   DecodeState, slot → DecodeState
 
@@ -20,7 +20,7 @@ seconds; decoding then calls `generate` alone, with one transfer of 4 · 3 integ
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,13 @@ from inference_engine.vocab_shard import vocab_shard
 from layers.cache_insert import insert_row
 from layers.kv_cache import KVCache
 from layers.params import Params
+
+
+class Models(NamedTuple):
+    """One model as prefill and decoding run it: on a mesh in two layouts, maybe, of the same weights."""
+
+    prefill: Model
+    decode: Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +77,7 @@ def generate_step(
 ) -> tuple[DecodeState, StepResult]:
     """Feeds every slot's token and samples the next one."""
     x, cache = model.forward(params, state.tokens[:, None], state.lengths, state.cache)
-    logits = model.logits(params, x)[:, 0]  # [slots, vocab shard]
+    logits = model.logits(params, x, len(state.tokens))[:, 0]  # [slots, vocab shard]
     shard = vocab_shard(model.hparams.vocab, logits.shape[1], model.vocab_axes)
     position = state.lengths + 1
     sampled = sample(logits, state.sampling, position, state.active, shard)
@@ -86,6 +93,7 @@ def generate_step(
 
 def insert_step(
     model: Model,
+    prefill_model: Model,
     state: DecodeState,
     prefix: Prefix,
     row: jax.Array,
@@ -96,7 +104,15 @@ def insert_step(
 ) -> DecodeState:
     """Puts row `row` of a prefix, and a request's last prompt token and settings, into a slot."""
     return DecodeState(
-        cache=insert_row(state.cache, prefix.cache, row, slot, model.batch_axes),
+        cache=insert_row(
+            state.cache,
+            prefix.cache,
+            row,
+            slot,
+            target=model.attention,
+            source=prefill_model.attention,
+            kv_heads=model.padded_kv_heads,
+        ),
         tokens=state.tokens.at[slot].set(token),
         lengths=state.lengths.at[slot].set(length),
         active=state.active.at[slot].set(True),
@@ -141,7 +157,9 @@ class _Specs:
         return StepResult(*(self.everywhere,) * 4)
 
 
-def _specs(model: Model, params: Params, prefix: Prefix, state: DecodeState) -> _Specs:
+def _specs(models: Models, params: Params, prefix: Prefix, state: DecodeState) -> _Specs:
+    model = models.decode
+
     def sampling_specs(tree: SamplingState, slot_dims: int) -> SamplingState:
         long = P(*(None,) * slot_dims, model.vocab_axes or None)
         specs = jax.tree.map(lambda _: P(), tree)
@@ -154,26 +172,27 @@ def _specs(model: Model, params: Params, prefix: Prefix, state: DecodeState) -> 
         active=P(),
         sampling=sampling_specs(state.sampling, 1),
     )
-    prefix_specs = Prefix(model.cache_specs(prefix.cache))
+    prefix_specs = Prefix(models.prefill.cache_specs(prefix.cache))
     return _Specs(model.param_specs(params), prefix_specs, state_specs, sampling_specs(state.sampling, 0))
 
 
-def build_steps(model: Model, config: EngineConfig, params: Params) -> Steps:
+def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     """Compiles every program for these shapes; nothing compiles afterwards."""
+    model = models.decode
     stacked = not isinstance(params.layers, tuple)
     empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
 
     def empty_prefix() -> Prefix:
-        return Prefix(_empty_cache(model, config, config.prefill_rows, stacked=stacked))
+        return Prefix(_empty_cache(models.prefill, config, config.prefill_rows, stacked=stacked))
 
     prefix, state = jax.eval_shape(empty_prefix), jax.eval_shape(empty_state)
-    specs = _specs(model, params, prefix, state)
+    specs = _specs(models, params, prefix, state)
     number, one = np.int32(0), specs.everywhere
     chunk = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
     row = sampling_row(SamplingParams(), (), model.padded_vocab)
-    prefill = functools.partial(prefill_step, model)
+    prefill = functools.partial(prefill_step, models.prefill)
     generate = functools.partial(generate_step, model, config.top_logprobs)
-    insert = functools.partial(insert_step, model)
+    insert = functools.partial(insert_step, model, models.prefill)
     program = functools.partial(_compile, model)
     return Steps(
         empty_prefix=_compile_constant(model, empty_prefix, specs.prefix),

@@ -1,19 +1,20 @@
 """Attention's own sharding: from heads over all chips to batch over some of them, and back.
 
-The projections leave every chip with all rows of the batch and a few heads. With AttnAllToAll the chips of
-the batch axes trade: each keeps its part of the rows and gets those rows' heads from the others. Keys and
-values, few and small, are made where they are needed: each chip contracts its slice of embed, and one
-reduction over the mesh leaves each with its rows and its kv heads.
+The projections leave every chip with the rows of the batch that its layout gives it and a few heads. With
+AttnAllToAll the chips of the traded axes trade: each keeps its part of the rows and gets those rows' heads
+from the others. Keys and values, few and small, are made where they are needed: each chip contracts its slice
+of embed, and one reduction leaves each with its rows and its kv heads.
 
-Shapes, B' = batch rounded up to the batch shards, M = head shards, H and K padded heads and kv heads:
+Shapes, B' = batch rounded up to the traded axes, K padded kv heads:
   q  [batch, time, heads.YZX, qkv] → [batch'.A, time, heads.rest, qkv]     all_to_all over A, one call
-  kv [batch, time, 2·K·qkv] {x, y, z unreduced} → [batch'.A, time, 2, max(1, K/M), qkv]
+  kv [batch, time, 2·K·qkv] {unreduced} → [batch'.A, time, 2, a chip's kv heads, qkv]
+
+In a weight-gathered layout a chip starts with the heads of all chunks along the gathered axes, and A is of
+the other axes; the rest is the same.
 
 Worked example: 8 heads, batch 4, mesh 2,2,2, AXES_YZ: a chip starts with one head of 4 rows and ends with
 the 4 heads of its x half for one row.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +22,25 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from layers.collectives.reductions import all_reduce, reduce_scatter
-from layers.head_order import padded_batch
-from layers.layout import AttnAllToAll
+from layers.head_order import KVFactors
+from layers.layout import AttentionAxes
 from layers.mesh_shape import AXES
 from layers.sharded_ops import local_part
 
 
-def _size(axes: tuple[str, ...]) -> int:
-    return math.prod(lax.axis_size(axis) for axis in axes)
-
-
-def pad_batch(x: jax.Array, setting: AttnAllToAll) -> jax.Array:
-    """Zero rows up to a multiple of the batch shards."""
-    missing = padded_batch(x.shape[0], _size(setting.batch_axes)) - x.shape[0]
+def pad_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """Zero rows up to a multiple."""
+    missing = -x.shape[0] % multiple
     return x if not missing else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
 
 
-def my_rows(x: jax.Array, setting: AttnAllToAll) -> jax.Array:
-    """The rows of a replicated `[batch, …]` array that attention gives to this chip."""
-    return local_part(pad_batch(x, setting), setting.batch_axes, 0)
+def my_rows(x: jax.Array, attention: AttentionAxes) -> jax.Array:
+    """Of the rows `[batch, …]` that the projections have on this chip those that attention gives it."""
+    return local_part(pad_rows(x, lax.axis_size(attention.traded)), attention.traded, 0)
 
 
 def _regroup(x: jax.Array, order: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
-    """Reorders heads [batch, time, (order…, heads of a chip), qkv] so that axes are major as wanted."""
+    """Reorders heads [batch, time, (order…, heads of a chunk), qkv] so that axes are major as wanted."""
     if order == wanted:
         return x
     batch, time, _, qkv = x.shape
@@ -58,43 +55,71 @@ def _logical_order(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def scatter_rows(
-    q: Float[Array, "batch time heads qkv"], setting: AttnAllToAll
+    q: Float[Array, "batch time heads qkv"], attention: AttentionAxes
 ) -> Float[Array, "rows time more_heads qkv"]:
-    """All rows of this chip's heads → this chip's rows of all the heads that the batch axes held."""
-    axes = setting.batch_axes
-    if not axes:
-        return q
-    traded = lax.all_to_all(pad_batch(q, setting), axes, split_axis=0, concat_axis=2, tiled=True)
-    return _regroup(traded, axes, _logical_order(axes))
+    """All rows of this chip's heads → this chip's rows of all the heads that the traded axes held."""
+    stored = attention.traded + attention.held
+    if attention.traded:
+        rows = pad_rows(q, lax.axis_size(attention.traded))
+        q = lax.all_to_all(rows, attention.traded, split_axis=0, concat_axis=2, tiled=True)
+    return _regroup(q, stored, _logical_order(stored))
 
 
 def gather_rows(
-    a: Float[Array, "rows time more_heads qkv"], setting: AttnAllToAll, batch: int
+    a: Float[Array, "rows time more_heads qkv"], attention: AttentionAxes, batch: int
 ) -> Float[Array, "batch time heads qkv"]:
     """The inverse of `scatter_rows`; padded rows are dropped."""
-    axes = setting.batch_axes
-    if not axes:
+    stored = attention.traded + attention.held
+    a = _regroup(a, _logical_order(stored), stored)
+    if not attention.traded:
         return a
-    stored = _regroup(a, _logical_order(axes), axes)
-    traded = lax.all_to_all(stored, axes, split_axis=2, concat_axis=0, tiled=True)
-    return traded[:batch]
+    return lax.all_to_all(a, attention.traded, split_axis=2, concat_axis=0, tiled=True)[:batch]
 
 
 def reduce_kv(
-    partial: Float[Array, "batch time 2 kv_heads qkv"], setting: AttnAllToAll, reduce_dtype: str
+    partial: Float[Array, "batch time 2 kv_heads qkv"], attention: AttentionAxes, reduce_dtype: str
 ) -> Float[Array, "rows time 2 my_kv_heads qkv"]:
-    """Sums every chip's share of k and v, and keeps this chip's rows and kv heads; float32."""
-    rows = reduce_scatter(pad_batch(partial, setting), setting.batch_axes, reduce_dtype, dimension=0)
-    heads = setting.head_axes
-    if heads and rows.shape[3] % _size(heads) == 0:
-        return reduce_scatter(rows, heads, reduce_dtype, dimension=3)
-    return my_kv_heads(all_reduce(rows, heads, reduce_dtype), setting, 3)
+    """Sums every chip's share of k and v, and keeps this chip's rows and kv heads; float32.
+
+    Over an axis along which every chip has kv heads of its own the sum is scattered; over the others, whose
+    chips share them, it is the same on all.
+    """
+    rows = pad_rows(partial, lax.axis_size(attention.traded))
+    rows = reduce_scatter(rows, attention.traded, reduce_dtype, dimension=0)
+    factors = _factors(partial.shape[3])
+    split = rows.reshape(*rows.shape[:3], *factors.shape, rows.shape[-1])
+    own = tuple(a for a in attention.heads if getattr(factors, a) == lax.axis_size(a) > 1)
+    for axis in own:
+        split = reduce_scatter(split, axis, reduce_dtype, dimension=3 + AXES.index(axis))
+    shared = tuple(axis for axis in attention.heads if axis not in own)
+    mine = _take_digits(all_reduce(split, shared, reduce_dtype), shared, 3)
+    return mine.reshape(*rows.shape[:3], -1, rows.shape[-1])
 
 
-def my_kv_heads(x: jax.Array, setting: AttnAllToAll, dim: int) -> jax.Array:
-    """This chip's kv heads of a dim that holds them all: a part of them, or the one it shares with others."""
-    axes, kv_heads = setting.head_axes, x.shape[dim]
-    shards = _size(axes)
-    if kv_heads % shards == 0:
-        return local_part(x, axes, dim)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * kv_heads // shards, 1, axis=dim)
+def my_kv_heads(x: jax.Array, attention: AttentionAxes, dim: int) -> jax.Array:
+    """This chip's kv heads of a dim that holds them all: its own, or one that it shares with others."""
+    shape = _factors(x.shape[dim]).shape
+    split = x.reshape(*x.shape[:dim], *shape, *x.shape[dim + 1 :])
+    mine = _take_digits(split, attention.heads, dim)
+    return mine.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def all_times(kv: jax.Array, attention: AttentionAxes) -> jax.Array:
+    """Keys or values [rows, time, …] of all chips that split time; the same on all of them."""
+    if not attention.time:
+        return kv
+    return lax.all_gather(kv, attention.time, axis=1, tiled=True, to="invarying")
+
+
+def _factors(kv_heads: int) -> KVFactors:
+    return KVFactors.of(kv_heads, *(lax.axis_size(axis) for axis in AXES))
+
+
+def _take_digits(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """x [… (from `dim`) x, y, z, …] digits of kv heads → along `axes` the digit that this chip uses."""
+    for axis in axes:
+        at = dim + AXES.index(axis)
+        if x.shape[at] > 1:
+            digit = lax.axis_index(axis) * x.shape[at] // lax.axis_size(axis)
+            x = lax.dynamic_slice_in_dim(x, digit, 1, axis=at)
+    return x

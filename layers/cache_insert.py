@@ -1,41 +1,98 @@
-"""Moving one prefilled sequence into a slot of the decode cache, inside `shard_map`.
+"""Moving one prefilled sequence into a slot of the decode cache, inside `shard_map`: where two layouts meet.
 
-The row is fetched from the chips that hold it (one sum over the batch axes, in which all others contribute
-zeros) and written by the chips that own the slot; no other row is touched and no cache is copied.
+The row is fetched from the chips that hold it, in the heads that the decode layout gives each chip, and
+written by the chips that own the slot. One sum does the fetching: over the axes that split the prefix's rows,
+and over those that split its kv heads and will do so no longer; the chips without a part of the answer add
+zeros. Heads split over an axis in both layouts stay where they are. No other row is touched and no cache is
+copied.
 
-Worked example: 8 slots over (y, z) of 2,2,2: slot 5 is local row 1 of the chips at part 2 of 4.
+Worked example: 8 slots over (y, z) of 2,2,2: slot 5 is local row 1 of the chips at part 2 of 4. From a prefix
+gathered over XYZ (rows over x, y, z) the row is summed over x, y and z, then each chip keeps its x half of
+the kv heads.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from layers.head_order import KVFactors
 from layers.kv_cache import KVCache
+from layers.layout import AttentionAxes
+from layers.mesh_shape import AXES
+
+BATCH_DIM, KV_HEADS_DIM = -4, -3
+"""Of every leaf of a cache, [layers,] batch, kv_heads, time, width."""
 
 
 def insert_row(
-    cache: KVCache, prefix: KVCache, row: jax.Array, slot: jax.Array, batch_axes: tuple[str, ...] = ()
+    cache: KVCache,
+    prefix: KVCache,
+    row: jax.Array,
+    slot: jax.Array,
+    target: AttentionAxes | None = None,
+    source: AttentionAxes | None = None,
+    kv_heads: int = 1,
 ) -> KVCache:
     """`cache` with global row `row` of `prefix` in global row `slot`.
 
-    Both hold the same kv heads and number of positions a chip, and split the batch over `batch_axes`.
+    Args:
+      target, source: how the cache and the prefix lie on the mesh; None on one device.
+      kv_heads: of the whole model, padded.
     """
-    shard = lax.axis_index(batch_axes) if batch_axes else 0
 
     def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        axis = whole.ndim - 4  # [layers,] batch, kv_heads, time, qkv
-        held, source = _local(row, shard, part.shape[axis])
-        fetched = lax.dynamic_slice_in_dim(part, source, 1, axis)
-        fetched = lax.psum(jnp.where(held, fetched, jnp.zeros_like(fetched)), batch_axes)
-        owned, target = _local(slot, shard, whole.shape[axis])
-        old = lax.dynamic_slice_in_dim(whole, target, 1, axis)
-        return lax.dynamic_update_slice_in_dim(whole, jnp.where(owned, fetched, old), target, axis)
+        if target is None or source is None:
+            return _overwrite(whole, _row(part, row), slot)
+        held, at = _local(row, source.batch, part.shape[BATCH_DIM])
+        fetched = _row(part, at)
+        fetched = _moved_heads(jnp.where(held, fetched, jnp.zeros_like(fetched)), source, target, kv_heads)
+        owned, at = _local(slot, target.batch, whole.shape[BATCH_DIM])
+        return _overwrite(whole, jnp.where(owned, fetched, _row(whole, at)), at)
 
     return jax.tree.map(put, cache, prefix)
 
 
-def _local(index: jax.Array, shard: int | jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def _row(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(leaf, at, 1, leaf.ndim + BATCH_DIM)
+
+
+def _overwrite(leaf: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(leaf, row, at, leaf.ndim + BATCH_DIM)
+
+
+def _local(index: jax.Array, axes: tuple[str, ...], size: int) -> tuple[jax.Array, jax.Array]:
     """Whether this chip's `size` rows hold a global row, and where (0 if not)."""
-    place = index - shard * size
+    place = index - (lax.axis_index(axes) if axes else 0) * size
     held = (place >= 0) & (place < size)
     return held, jnp.where(held, place, 0)
+
+
+def _moved_heads(row: jax.Array, source: AttentionAxes, target: AttentionAxes, kv_heads: int) -> jax.Array:
+    """A row in the source's kv heads, zeros where it is not held → the row in the target's kv heads."""
+    factors = KVFactors.of(kv_heads, *(lax.axis_size(axis) for axis in AXES))
+    leaving = tuple(axis for axis in source.heads if axis not in target.heads)
+    entering = tuple(axis for axis in target.heads if axis not in source.heads)
+    dim = row.ndim + KV_HEADS_DIM
+    digits = [1 if axis in source.heads else getattr(factors, axis) for axis in AXES]
+    split = row.reshape(*row.shape[:dim], *digits, factors.rest, *row.shape[dim + 1 :])
+    for axis in leaving:
+        split = _at_own_digit(split, axis, dim + AXES.index(axis), getattr(factors, axis))
+    summed = source.batch + leaving
+    split = lax.psum(split, summed) if summed else split
+    for axis in entering:
+        count, at = getattr(factors, axis), dim + AXES.index(axis)
+        if count > 1:
+            digit = lax.axis_index(axis) * count // lax.axis_size(axis)
+            split = lax.dynamic_slice_in_dim(split, digit, 1, axis=at)
+    return split.reshape(*row.shape[:dim], -1, *row.shape[dim + 1 :])
+
+
+def _at_own_digit(split: jax.Array, axis: str, dim: int, count: int) -> jax.Array:
+    """A kv head as one of `count` along `axis`, zeros elsewhere; of chips that share it, the first has it."""
+    sharers = lax.axis_size(axis) // count
+    first = lax.rem(lax.axis_index(axis), sharers) == 0
+    mine = jnp.where(first, split, jnp.zeros_like(split))
+    if count == 1:
+        return mine
+    chosen = jnp.arange(count) == lax.axis_index(axis) // sharers
+    return jnp.where(chosen.reshape([-1 if d == dim else 1 for d in range(split.ndim)]), mine, 0)

@@ -81,11 +81,36 @@ def padded_heads(hparams: HParams, x: int, y: int, z: int) -> PaddedHeads:
     return PaddedHeads(kv_heads, group, tuple(int(h) for h in stored), kv_order)
 
 
-def kv_slots(kv_heads: int, head_shards: int) -> int:
-    """kv heads that all head shards hold together, copies included: at least one a shard."""
-    return max(kv_heads, head_shards)
+@dataclasses.dataclass(frozen=True)
+class KVFactors:
+    """How padded kv heads divide along the mesh: `x · y · z · rest` of them, x major.
 
+    Each factor divides its axis; a chip at x₀ of X uses the kv heads whose x digit is x₀ · x // X, and the
+    same for y and z. Where heads are not split over an axis, a chip holds all digits of it.
 
-def padded_batch(batch: int, shards: int) -> int:
-    """Rows that attention computes: the batch rounded up to a multiple of its shards."""
-    return math.ceil(batch / shards) * shards
+    Worked example: 4 kv heads on 2,2,2 are 2 · 2 · 1 · 1: chips that differ in z alone share one.
+    """
+
+    x: int
+    y: int
+    z: int
+    rest: int
+
+    @classmethod
+    def of(cls, kv_heads: int, x: int, y: int, z: int) -> "KVFactors":
+        """Factors of padded kv heads on an x × y × z mesh."""
+        digits = []
+        for size in (x, y, z):
+            digits.append(math.gcd(kv_heads, size))
+            kv_heads //= digits[-1]
+        return cls(digits[0], digits[1], digits[2], kv_heads)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(x, y, z, rest)."""
+        return self.x, self.y, self.z, self.rest
+
+    def on_a_chip(self, head_axes: tuple[str, ...]) -> int:
+        """kv heads of one chip where heads are split over these axes."""
+        kept = (count for axis, count in zip("xyz", self.shape, strict=False) if axis not in head_axes)
+        return self.rest * math.prod(kept)

@@ -1,9 +1,9 @@
-"""From dimension names to PartitionSpecs: the sharding table of each layout, as data.
+"""From dimension names to PartitionSpecs: how weights and caches are placed, as data.
 
 A rule table maps a dim's name to the mesh axes that split it; `partition_spec` reads a spec off an array's
 dim names. Two dims of one array on the same axis are a collision and are refused with both names.
 
-Data flow: `Layout` → `WEIGHT_DIMS`, `rules` → specs for every leaf of `Params` and `KVCache` → shardings.
+Data flow: `WeightStorage` → `rules`, dim names → specs for every leaf of `Params` and `KVCache` → shardings.
 
 Worked example: in 2D the embedding's dims (vocab, embed) map to (y, z) and x, so its spec is
 P(('y', 'z'), 'x').
@@ -19,17 +19,17 @@ from jax.sharding import PartitionSpec as P
 from layers.errors import UserError
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
-from layers.layout import AttnAllToAll, Layout
+from layers.layout import AttentionAxes, WeightStorage
 from layers.mesh_shape import AXES, MeshShape
 from layers.params import LayerParams, Params
 from layers.quantization import Int8Weight
 
 Rules = Mapping[str, tuple[str, ...]]
 
-# Chunks of a matrix, and its own embed dim, by layout; see `checkpoints.storage`.
-_WEIGHT_RULES: dict[Layout, Rules] = {
-    Layout.WEIGHT_STATIONARY_1D: {"chunks": ("y", "z", "x"), "chunk_embed": ()},
-    Layout.WEIGHT_STATIONARY_2D: {"chunks": ("y", "z"), "chunk_embed": ("x",)},
+# Chunks of a matrix, and its own embed dim; see `checkpoints.storage`.
+_WEIGHT_RULES: dict[WeightStorage, Rules] = {
+    WeightStorage.ONE_D: {"chunks": ("y", "z", "x"), "chunk_embed": ()},
+    WeightStorage.TWO_D: {"chunks": ("y", "z"), "chunk_embed": ("x",)},
 }
 _COMMON_RULES: Rules = {"vocab": ("y", "z"), "embed": ("x",), "kv_embed": AXES}
 
@@ -61,38 +61,38 @@ def partition_spec(dims: Sequence[str | None], rules: Rules) -> P:
     return P(*(rules.get(dim) or None if dim is not None else None for dim in dims))
 
 
-def rules(layout: Layout) -> Rules:
-    """The whole table of a layout."""
-    return {**_COMMON_RULES, **_WEIGHT_RULES[layout]}
+def rules(storage: WeightStorage) -> Rules:
+    """The whole table of a storage."""
+    return {**_COMMON_RULES, **_WEIGHT_RULES[storage]}
 
 
-def _matrix_spec(weight: Any, name: str, layout: Layout, lead: tuple[None, ...]) -> Any:
+def _matrix_spec(weight: Any, name: str, storage: WeightStorage, lead: tuple[None, ...]) -> Any:
     """The spec of an array, of its shape or of an `Int8Weight` of either; None for None."""
     if weight is None:
         return None
-    spec = P(*lead, *partition_spec(_MATRIX_DIMS[name], rules(layout)))
+    spec = P(*lead, *partition_spec(_MATRIX_DIMS[name], rules(storage)))
     return Int8Weight(spec, P()) if isinstance(weight, Int8Weight) else spec
 
 
-def _layer_specs(layer: LayerParams, layout: Layout, lead: tuple[None, ...]) -> LayerParams:
+def _layer_specs(layer: LayerParams, storage: WeightStorage, lead: tuple[None, ...]) -> LayerParams:
     """Matrices by the table; vectors are on every chip, which slices what is its own."""
     vectors = {
         name: jax.tree.map(lambda _: P(), value)
         for name, value in vars(layer).items()
         if name not in _MATRIX_DIMS
     }
-    matrices = {name: _matrix_spec(getattr(layer, name), name, layout, lead) for name in _MATRIX_DIMS}
+    matrices = {name: _matrix_spec(getattr(layer, name), name, storage, lead) for name in _MATRIX_DIMS}
     return LayerParams(**matrices, **vectors)
 
 
-def param_specs(params: Params, layout: Layout) -> Params:
+def param_specs(params: Params, storage: WeightStorage) -> Params:
     """Specs of every leaf; `params` may hold arrays or shapes."""
-    table = rules(layout)
+    table = rules(storage)
     layers: Any
     if isinstance(params.layers, tuple):
-        layers = tuple(_layer_specs(layer, layout, ()) for layer in params.layers)
+        layers = tuple(_layer_specs(layer, storage, ()) for layer in params.layers)
     else:
-        layers = _layer_specs(params.layers, layout, (None,))
+        layers = _layer_specs(params.layers, storage, (None,))
     head = params.lm_head
     return Params(
         embedding=partition_spec(("vocab", "embed"), table),
@@ -103,9 +103,9 @@ def param_specs(params: Params, layout: Layout) -> Params:
     )
 
 
-def cache_specs(cache: KVCache, attn_all_to_all: AttnAllToAll) -> KVCache:
+def cache_specs(cache: KVCache, attention: AttentionAxes) -> KVCache:
     """Batch and heads of `[layers, batch, kv_heads, time, qkv]` over the axes that attention gives them."""
-    table = {"batch": attn_all_to_all.batch_axes, "kv_heads": attn_all_to_all.head_axes}
+    table = {"batch": attention.batch, "kv_heads": attention.heads}
     spec = partition_spec(("batch", "kv_heads", "time", "qkv"), table)
     lead = () if isinstance(cache.k, tuple) else (None,)
     return jax.tree.map(lambda _: P(*lead, *spec), cache)

@@ -2,7 +2,7 @@
 
 Data flow, fused parallel block (2D; residual [batch, time, embed.XYZ]):
   gather → n = norm(x) [batch, time, embed.X]
-  n·wi → q | W0 | W1 of this chip [batch, time, columns.YZX]; its slice of n · wkv → k, v, reduced
+  n·wi → q | W0 | W1 of this chip [chunks, batch, time, columns]; its slice of n · wkv → k, v, reduced
   q [batch, time, heads.YZX, qkv] → attention's sharding (`attn_all_to_all`), cache, attention, and back
   x + [a | m]·wo [batch, time, embed.XYZ]
 
@@ -11,33 +11,47 @@ W0 and W1, so n·wi ends with 256 + 2304 columns.
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from layers.attention import AttentionBlocks, attend
-from layers.attn_all_to_all import gather_rows, my_kv_heads, reduce_kv, scatter_rows
+from layers.attn_all_to_all import all_times, gather_rows, my_kv_heads, reduce_kv, scatter_rows
 from layers.hparams import Block, HParams, NormPlacement
 from layers.kv_cache import KVCache
-from layers.layout import CHUNK_AXES, AttnAllToAll
+from layers.layout import CHUNK_AXES, AttentionAxes
+from layers.layout_ops import LayoutOps
 from layers.norm import NormParams, apply_norm
 from layers.numerics import ff_hidden, trailing
 from layers.params import LayerParams
 from layers.quantization import Int8Weight, Weight
 from layers.rope import RopePhases, apply_rope_to_keys, apply_rope_to_queries
-from layers.sharded_ops import local_part, sharded_norm
-from layers.weight_stationary import StationaryOps
+from layers.sharded_ops import held_chunks, local_part, sharded_norm
 
 
 class StepTokens(NamedTuple):
-    """What every layer needs to know of a step's tokens, for all rows and for attention's rows."""
+    """What every layer needs to know of a step's tokens on this chip.
 
-    start: jax.Array  # [] or [rows]: position of the first token of attention's rows
-    positions: jax.Array  # [rows, time] of attention's rows
-    q_phases: RopePhases | None  # of all rows
-    k_phases: RopePhases | None  # of attention's rows
+    Rows are those of attention, or of the projections in `q_phases`; times are this chip's part of them
+    where the layout splits time, but for `start` and `length`.
+    """
+
+    start: jax.Array  # [] or [rows]: position of the step's first token
+    length: jax.Array  # [rows]: positions that are filled after the step
+    positions: jax.Array  # [rows, time]
+    q_phases: RopePhases | None
+    k_phases: RopePhases | None
+
+
+class _Columns(NamedTuple):
+    """What an input projection becomes, [chunks, batch, time, width] each; m of a fused block alone."""
+
+    q: Any
+    m: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +63,8 @@ class ShardedLayer:
     """
 
     hparams: HParams
-    ops: StationaryOps
-    attn_all_to_all: AttnAllToAll
+    ops: LayoutOps
+    attention: AttentionAxes
     blocks: AttentionBlocks
     weights: LayerParams
     index: jax.Array | None
@@ -66,26 +80,24 @@ class ShardedLayer:
     ) -> tuple[jax.Array, KVCache]:
         """x in the residual's sharding, in and out; the cache with this layer's keys and values written."""
         hparams, weights = self.hparams, self.weights
-        gathered = self.ops.gather(x)  # [batch, time, embed.X]
-        n = self._norm(gathered, weights.norm, ("x",))
-        projected = self._in(n, weights.wi, weights.bi)  # [batch, time, (q | W0 | W1).YZX]
-        q_width = hparams.heads * hparams.qkv // lax.axis_size(CHUNK_AXES)
-        q = self._queries(projected[..., :q_width], step)
+        gathered = self.ops.gather(x)  # [batch, time, embed.X], or embed whole
+        n = self._norm(gathered, weights.norm, self.ops.embed_axes)
+        columns = self._in(n, weights.wi, weights.bi)  # q [chunks, batch, time, width], and m if fused
+        q = self._queries(columns.q, step)
         keys, values = self._keys_values(n, step)
         cache = cache.write(cache_layer, keys, values, step.start)
-        segment = cache.segment(cache_layer, step.positions[:, -1] + 1)
+        segment = cache.segment(cache_layer, step.length)
         a = attend(
-            scatter_rows(q, self.attn_all_to_all),
+            scatter_rows(q, self.attention),
             [segment],
             step.positions,
             window=window,
             cap=hparams.attn_softcap,
             blocks=self.blocks,
         )
-        a = gather_rows(a, self.attn_all_to_all, x.shape[0]).reshape(*x.shape[:2], q_width)
+        a = _as_chunks(gather_rows(a, self.attention, q.shape[0]), len(columns.q))
         if hparams.fused:
-            m = ff_hidden(hparams.act, projected[..., q_width:])
-            return x + self._out(jnp.concatenate([a, m], axis=-1), weights.wo, weights.bo), cache
+            return x + self._out(jnp.concatenate([a, columns.m], axis=-1), weights.wo, weights.bo), cache
         attention = self._after(self._out(a, weights.wo, weights.bo), weights.post_norm)
         mlp = self._mlp(x, gathered, attention)
         return x + attention + mlp, cache
@@ -95,8 +107,8 @@ class ShardedLayer:
         weights = self.weights
         if self.hparams.block is Block.SERIAL:
             gathered = self.ops.gather(x + attention)
-        n = self._norm(gathered, weights.norm2, ("x",))
-        m = ff_hidden(self.hparams.act, self._in(n, weights.wi_ff, weights.bi_ff))
+        n = self._norm(gathered, weights.norm2, self.ops.embed_axes)
+        m = self._project(n, weights.wi_ff, weights.bi_ff, functools.partial(ff_hidden, self.hparams.act))
         return self._after(self._out(m, weights.wo_ff, weights.bo_ff), weights.post_norm2)
 
     def _vector(self, vector: jax.Array) -> jax.Array:
@@ -113,61 +125,95 @@ class ShardedLayer:
         """A branch's own norm before its residual add, where the model has one."""
         if self.hparams.norm_placement is not NormPlacement.PRE_AND_POST:
             return branch
-        return self._norm(branch, params, self.ops.residual_axes)
+        return self._norm(branch, params, self.ops.form.embed)
 
-    def _in(self, n: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
-        """An input projection: scales and biases are [chunks, columns] and this chip's chunk is (y, z, x)."""
-        y = self.ops.project_in(n, _matrix(weight), self.index)
-        chunk = lax.axis_index(CHUNK_AXES)
-        if isinstance(weight, Int8Weight):
-            y = y * trailing(
-                lax.dynamic_index_in_dim(self._vector(weight.scale), chunk, keepdims=False), y.ndim
-            )
-        if bias is not None:
-            y = y + trailing(lax.dynamic_index_in_dim(self._vector(bias), chunk, keepdims=False), y.ndim)
-        return y.astype(n.dtype)
+    def _in(self, n: jax.Array, weight: Weight, bias: jax.Array | None) -> "_Columns":
+        """q, and of a fused block the feed-forward hidden layer as well, a group of chunks at a time."""
+        hparams = self.hparams
+        width = hparams.heads * hparams.qkv // lax.axis_size(CHUNK_AXES)
+
+        def split(y: jax.Array) -> _Columns:
+            m = ff_hidden(hparams.act, y[..., width:]) if hparams.fused else None
+            return _Columns(y[..., :width], m)
+
+        return self._project(n, weight, bias, split)
+
+    def _project(
+        self, n: jax.Array, weight: Weight, bias: jax.Array | None, activate: Callable[[jax.Array], Any]
+    ) -> Any:
+        """An input projection, scaled and biased by what stands beside its chunks, then `activate`d."""
+        scale = self._chunk_vectors(weight.scale if isinstance(weight, Int8Weight) else None)
+        bias = self._chunk_vectors(bias)
+
+        def finish(products: jax.Array, group: int | jax.Array) -> Any:
+            if scale is not None:
+                products = products * _beside(scale, group)
+            if bias is not None:
+                products = products + _beside(bias, group)
+            return activate(products.astype(n.dtype))
+
+        return self.ops.project_in(n, _matrix(weight), self.index, finish)
+
+    def _chunk_vectors(self, vector: jax.Array | None) -> jax.Array | None:
+        """[chunks of the mesh, width] → [groups, chunks, width] of this chip."""
+        return None if vector is None else held_chunks(self._vector(vector), self.ops.form.held)
 
     def _out(self, h: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """An output projection: scales and biases are [embed] and sliced as the residual is."""
         y = self.ops.project_out(h, _matrix(weight), self.index)
         if isinstance(weight, Int8Weight):
-            y = y * trailing(local_part(self._vector(weight.scale), self.ops.residual_axes, 0), y.ndim)
+            y = y * trailing(local_part(self._vector(weight.scale), self.ops.form.embed, 0), y.ndim)
         if bias is not None:
-            y = y + trailing(local_part(self._vector(bias), self.ops.residual_axes, 0), y.ndim)
+            y = y + trailing(local_part(self._vector(bias), self.ops.form.embed, 0), y.ndim)
         return y.astype(h.dtype)
 
     def _queries(self, q: jax.Array, step: StepTokens) -> jax.Array:
-        """[batch, time, heads.YZX·qkv] → [batch, time, heads.YZX, qkv], normed and rotated."""
+        """[chunks, batch, time, heads of a chunk · qkv] → [batch, time, heads, qkv], normed and rotated."""
         hparams = self.hparams
-        q = q.reshape(*q.shape[:2], -1, hparams.qkv)
+        q = q.reshape(*q.shape[:3], -1, hparams.qkv)
+        q = jnp.moveaxis(q, 0, 2).reshape(*q.shape[1:3], -1, hparams.qkv)
         if hparams.qk_norm is not None:
-            gain = jax.tree.map(lambda g: local_part(self._vector(g), CHUNK_AXES, 0), self.weights.q_norm)
+            gain = jax.tree.map(self._head_gains, self.weights.q_norm)
             q = apply_norm(q, gain, hparams.qk_norm, hparams.qk_norm_eps)
         return apply_rope_to_queries(q, step.q_phases, hparams.rope)
 
     def _keys_values(self, n: jax.Array, step: StepTokens) -> tuple[jax.Array, jax.Array]:
-        """k, v [rows, time, this chip's kv heads, qkv] from n [batch, time, embed.X]."""
-        hparams, weights, setting = self.hparams, self.weights, self.attn_all_to_all
-        mine = local_part(n, ("y", "z"), 2)  # [batch, time, embed.XYZ]
-        matrix = self._vector(_matrix(weights.wkv))
-        partial = jnp.einsum(
-            "bte,ec->btc", mine, matrix.astype(n.dtype), preferred_element_type=jnp.float32
-        ).reshape(*n.shape[:2], 2, hparams.kv_heads, hparams.qkv)
-        kv = reduce_kv(partial, setting, self.ops.config.reduce_dtype)
+        """k, v [rows, time, this chip's kv heads, qkv] from what the projections read."""
+        hparams, weights = self.hparams, self.weights
+        partial = self.ops.project_kv(n, self._vector(_matrix(weights.wkv)))
+        partial = partial.reshape(*n.shape[:2], 2, hparams.kv_heads, hparams.qkv)
+        kv = reduce_kv(partial, self.attention, self.ops.config.reduce_dtype)
         if isinstance(weights.wkv, Int8Weight):
             kv = kv * self._kv_vector(weights.wkv.scale)
         if weights.bkv is not None:
             kv = kv + self._kv_vector(weights.bkv)
         k, v = kv[:, :, 0].astype(n.dtype), kv[:, :, 1].astype(n.dtype)
         if hparams.qk_norm is not None:
-            gain = jax.tree.map(lambda g: my_kv_heads(self._vector(g), setting, 0), weights.k_norm)
+            gain = jax.tree.map(lambda g: my_kv_heads(self._vector(g), self.attention, 0), weights.k_norm)
             k = apply_norm(k, gain, hparams.qk_norm, hparams.qk_norm_eps)
-        return apply_rope_to_keys(k, step.k_phases, hparams.rope), v
+        k = apply_rope_to_keys(k, step.k_phases, hparams.rope)
+        return all_times(k, self.attention), all_times(v, self.attention)
+
+    def _head_gains(self, gain: jax.Array) -> jax.Array:
+        """[heads in stored order, qkv] → those of this chip's chunks."""
+        chunks = self._vector(gain).reshape(lax.axis_size(CHUNK_AXES), -1)
+        return held_chunks(chunks, self.ops.form.held).reshape(-1, gain.shape[-1])
 
     def _kv_vector(self, vector: jax.Array) -> jax.Array:
         """[2·kv_heads·qkv] → [1, 1, 2, this chip's kv heads, qkv]."""
         split = self._vector(vector).reshape(2, self.hparams.kv_heads, self.hparams.qkv)
-        return my_kv_heads(split, self.attn_all_to_all, 1)[None, None]
+        return my_kv_heads(split, self.attention, 1)[None, None]
+
+
+def _as_chunks(a: jax.Array, chunks: int) -> jax.Array:
+    """[batch, time, heads, qkv] → [chunks, batch, time, heads of a chunk · qkv]."""
+    return jnp.moveaxis(a.reshape(*a.shape[:2], chunks, -1), 2, 0)
+
+
+def _beside(vectors: jax.Array, group: int | jax.Array) -> jax.Array:
+    """[groups, chunks, width] → float32 [chunks, 1, 1, width] of one group."""
+    mine = lax.dynamic_index_in_dim(vectors.astype(jnp.float32), group, keepdims=False)
+    return mine[:, None, None, :]
 
 
 def _matrix(weight: Weight) -> jax.Array:

@@ -24,11 +24,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from layers.attn_all_to_all import my_rows
-from layers.head_order import kv_slots, padded_batch, padded_heads
+from layers.attn_all_to_all import my_rows, pad_rows
+from layers.head_order import KVFactors, padded_heads
 from layers.hparams import HParams
 from layers.kv_cache import CacheShape, KVCache
-from layers.layout import CHUNK_AXES, ShardingConfig
+from layers.layout import CHUNK_AXES, AttentionAxes, ShardingConfig
+from layers.layout_ops import LayoutOps, layout_ops
 from layers.mesh_shape import MeshShape
 from layers.numerics import softcap
 from layers.params import LayerParams, Params
@@ -37,7 +38,6 @@ from layers.rope import rope_phases
 from layers.serial import ForwardOptions, window_table
 from layers.sharded_layer import ShardedLayer, StepTokens
 from layers.sharded_ops import local_part, sharded_norm
-from layers.weight_stationary import OPS, StationaryOps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,9 @@ class MeshModel:
         return dataclasses.replace(self.hparams, heads=heads.heads, kv_heads=heads.kv_heads)
 
     @property
-    def ops(self) -> StationaryOps:
+    def ops(self) -> LayoutOps:
         """The layout's projections."""
-        return OPS[self.sharding.layout](self.sharding.collectives)
+        return layout_ops(self.sharding)
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -80,26 +80,33 @@ class MeshModel:
 
     def cache_shape(self, rows: int, time: int) -> CacheShape:
         """The whole cache's sizes for `rows` sequences."""
+        heads = self.sharding.attention.heads
+        factors = KVFactors.of(self.padded.kv_heads, *self.shape.sizes)
         return CacheShape(
             layers=self.hparams.layers,
-            batch=padded_batch(rows, self.sharding.batch_shards(self.shape)),
-            kv_heads=kv_slots(self.padded.kv_heads, self.sharding.head_shards(self.shape)),
+            batch=self.sharding.cache_rows(rows, self.shape),
+            kv_heads=factors.on_a_chip(heads) * self.shape.over(heads),
             time=time,
             qkv=self.hparams.qkv,
         )
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the cache's rows, major first."""
-        return self.sharding.attn_all_to_all.batch_axes
+    def attention(self) -> AttentionAxes:
+        """How the cache's rows and heads lie on the mesh."""
+        return self.sharding.attention
+
+    @property
+    def padded_kv_heads(self) -> int:
+        """kv heads as the mesh holds them."""
+        return self.padded.kv_heads
 
     def param_specs(self, params: Params) -> Params:
         """Where each weight lies."""
-        return param_specs(params, self.sharding.layout)
+        return param_specs(params, self.sharding.layout.form.storage)
 
     def cache_specs(self, cache: KVCache) -> KVCache:
         """Where keys and values lie."""
-        return cache_specs(cache, self.sharding.attn_all_to_all)
+        return cache_specs(cache, self.sharding.attention)
 
     def sharded(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of one chip's arrays as a function of whole arrays."""
@@ -118,9 +125,12 @@ class MeshModel:
     ) -> tuple[jax.Array, KVCache]:
         """One chip's residual after the last layer, and its cache; see `serial.forward` for the arguments.
 
-        tokens and start are the same on all chips.
+        tokens and start are the same on all chips. The residual has `ShardingConfig.padded_rows` rows.
         """
         hparams, dtype = self.padded, jnp.dtype(self.options.activation_dtype)
+        multiple = self.sharding.padded_rows(1, self.shape)
+        tokens = pad_rows(tokens, multiple)
+        start = pad_rows(start, multiple) if start.ndim else start
         step = self._step_tokens(tokens, start)
         x = self._embed(params, tokens, dtype)
         windows = window_table(hparams)
@@ -133,7 +143,7 @@ class MeshModel:
             cache: KVCache,
         ) -> tuple[jax.Array, KVCache]:
             block = ShardedLayer(
-                hparams, self.ops, self.sharding.attn_all_to_all, self.options.blocks, weights, stacked_at
+                hparams, self.ops, self.sharding.attention, self.options.blocks, weights, stacked_at
             )
             window = None if windows is None else jnp.asarray(windows)[index]
             return block(x, cache, step, cache_layer=index, window=window)
@@ -148,17 +158,19 @@ class MeshModel:
         )
 
     def _step_tokens(self, tokens: jax.Array, start: jax.Array) -> StepTokens:
-        """Positions and phases of all rows and of attention's rows."""
-        setting, (batch, time) = self.sharding.attn_all_to_all, tokens.shape
+        """Positions and phases of this chip's rows and times, in the projections and in attention."""
+        attention, (batch, time) = self.sharding.attention, tokens.shape
         first = jnp.broadcast_to(start, (batch,)) if start.ndim == 0 else start
-        offsets = jnp.arange(time, dtype=jnp.int32)[None, :]
-        positions, mine = first[:, None] + offsets, my_rows(first, setting)
-        my_positions = mine[:, None] + offsets
+        first = local_part(first, attention.rows, 0)  # of the projections' rows
+        offsets = local_part(jnp.arange(time, dtype=jnp.int32), attention.time, 0)[None, :]
+        mine = my_rows(first, attention)
+        positions = mine[:, None] + offsets
         return StepTokens(
             start=start if start.ndim == 0 else mine,
-            positions=my_positions,
-            q_phases=rope_phases(self.hparams, positions),
-            k_phases=rope_phases(self.hparams, my_positions),
+            length=mine + time,
+            positions=positions,
+            q_phases=rope_phases(self.hparams, first[:, None] + offsets),
+            k_phases=rope_phases(self.hparams, positions),
         )
 
     def _embed(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -172,10 +184,13 @@ class MeshModel:
         scale = self.hparams.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, dtype)
 
-    def logits(self, params: Params, x: jax.Array) -> Float[Array, "batch time vocab"]:
-        """Float32 logits of this chip's part of the vocabulary (in y, z, x order) from its residual."""
+    def logits(self, params: Params, x: jax.Array, rows: int) -> Float[Array, "batch time vocab"]:
+        """Float32 logits of this chip's part of the vocabulary (in y, z, x order) from its residual.
+
+        Of the residual's rows, padding included, the first `rows` are the batch.
+        """
         hparams = self.hparams
-        gathered = self.ops.gather(x)  # [batch, time, embed.X]
+        gathered = self.ops.to_embed_x(x)[:rows]  # [batch, time, embed.X]
         n = sharded_norm(gathered, params.final_norm, hparams.norm, hparams.norm_eps, ("x",))
         table = params.embedding if params.lm_head is None else params.lm_head  # [vocab.YZ, embed.X]
         partial = jnp.einsum("bte,ve->btv", n, table.astype(n.dtype), preferred_element_type=jnp.float32)

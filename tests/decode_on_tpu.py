@@ -90,14 +90,14 @@ def mesh_model(case: Case) -> MeshModel:
 def compile_decode(case: Case) -> tuple[jax.stages.Compiled, int]:
     """The step, and the bytes of its cache on a chip."""
     model = mesh_model(case)
-    storage = ChunkMajor(model.sharding.layout, model.shape)
+    storage = ChunkMajor(model.sharding.layout.form.storage, model.shape)
     params = abstract_params(model.hparams, case.weights, storage)
     shape = model.cache_shape(case.batch, CONTEXT)
     cache = jax.eval_shape(lambda: KVCache.zeros(shape, BFLOAT16, stacked=True))
 
     def step(params: Params, cache: KVCache, tokens: jax.Array, at: jax.Array) -> tuple[jax.Array, KVCache]:
         x, cache = model.forward(params, tokens[:, None], at, cache)
-        return model.logits(params, x)[:, 0], cache
+        return model.logits(params, x, case.batch)[:, 0], cache
 
     specs = (model.param_specs(params), model.cache_specs(cache))
     row = jax.ShapeDtypeStruct((case.batch,), jnp.int32, sharding=NamedSharding(model.mesh, P()))

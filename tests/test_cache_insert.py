@@ -1,48 +1,108 @@
 """Laws of inserting: one row moves from the prefix into its slot and no other changes, on whatever chips."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from layers.attn_all_to_all import my_kv_heads
 from layers.cache_insert import insert_row
+from layers.head_order import KVFactors
 from layers.kv_cache import CacheShape, KVCache
-from layers.layout import AttnAllToAll
+from layers.layout import AttentionAxes, AttnAllToAll, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.partitioning import cache_specs, shardings
+from tests.test_layout_traffic import counted_everywhere
 
-SLOTS, ROWS, LAYERS, KV_HEADS = 16, 8, 2, 8
+SLOTS, ROWS, LAYERS, TIME, QKV = 16, 8, 2, 3, 2
+CUBE = MeshShape(2, 2, 2)
+PLACES = {
+    "heads": ShardingConfig().attention,
+    "z": ShardingConfig(attn_all_to_all=AttnAllToAll.AXIS_Z).attention,
+    "yz": ShardingConfig(attn_all_to_all=AttnAllToAll.AXES_YZ).attention,
+    "yzx": ShardingConfig(attn_all_to_all=AttnAllToAll.AXES_YZX).attention,
+    "gathered_x": ShardingConfig(Layout.WEIGHT_GATHERED_X).attention,
+    "gathered_xy_z": ShardingConfig(Layout.WEIGHT_GATHERED_XY, AttnAllToAll.AXIS_Z).attention,
+    "gathered_xyz": ShardingConfig(Layout.WEIGHT_GATHERED_XYZ).attention,
+    "gathered_xy_time": ShardingConfig(Layout.WEIGHT_GATHERED_XY_TIME).attention,
+}
 
 
-def _cache(rows: int, seed: int, *, stacked: bool) -> KVCache:
-    shape = CacheShape(LAYERS, rows, KV_HEADS, 3, 2)
-    empty = KVCache.zeros(shape, jnp.dtype("float32"), stacked=stacked)
-    leaves, tree = jax.tree.flatten(empty)
+def _whole(rows: int, kv_heads: int, seed: int) -> KVCache:
+    """A cache as a model has it, every kv head once."""
+    shape = (LAYERS, rows, kv_heads, TIME, QKV)
     rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(
-        tree, [jnp.asarray(rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
-    )
+    return KVCache(*(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2)))
+
+
+def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
+    """The same over the mesh: each chip has its rows and its kv heads."""
+    mesh = make_mesh(CUBE)
+    rows = P(None, attention.batch or None)
+
+    def mine(leaf: jax.Array) -> jax.Array:
+        leaf = jax.lax.pcast(leaf, attention.heads, to="varying") if attention.heads else leaf
+        return my_kv_heads(leaf, attention, 2)
+
+    spec = cache_specs(cache, attention).k
+    place = jax.shard_map(mine, mesh=mesh, in_specs=rows, out_specs=spec)
+    return jax.tree.map(jax.jit(place), cache)
+
+
+def _program(target: AttentionAxes, source: AttentionAxes, caches: tuple[KVCache, KVCache], kv_heads: int):  # noqa: ANN202
+    mesh = make_mesh(CUBE)
+    specs = cache_specs(caches[0], target), cache_specs(caches[1], source)
+
+    def run(cache: KVCache, prefix: KVCache, row: jax.Array, slot: jax.Array) -> KVCache:
+        return insert_row(cache, prefix, row, slot, target, source, kv_heads)
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(*specs, P(), P()), out_specs=specs[0], check_vma=True)
+    return jax.jit(sharded, in_shardings=shardings(mesh, (*specs, P(), P())), donate_argnums=0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 16])
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
+def test_insert_moves_one_row_and_touches_no_other(target: str, source: str, kv_heads: int) -> None:
+    to, of = PLACES[target], PLACES[source]
+    cache, prefix = _whole(SLOTS, kv_heads, 0), _whole(ROWS, kv_heads, 1)
+    placed = _place(cache, to), _place(prefix, of)
+    program = _program(to, of, placed, kv_heads)
+    wanted = jax.tree.map(np.array, cache)
+    found = placed[0]
+    for row, slot in [(0, 0), (5, 11), (7, 2), (3, 15)]:
+        found = program(found, placed[1], np.int32(row), np.int32(slot))
+        for whole, part in zip(jax.tree.leaves(wanted), jax.tree.leaves(prefix), strict=True):
+            whole[:, slot] = np.asarray(part)[:, row]
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(_place(wanted, to)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
+def test_insert_moves_no_more_than_the_prefix_and_copies_no_cache(target: str, source: str) -> None:
+    kv_heads = 4
+    to, of = PLACES[target], PLACES[source]
+    caches = _place(_whole(SLOTS, kv_heads, 0), to), _place(_whole(ROWS, kv_heads, 1), of)
+    compiled = _program(to, of, caches, kv_heads).lower(*caches, np.int32(0), np.int32(0)).compile()
+    moved = sum(counted_everywhere(compiled.as_text()).values())
+    assert moved <= 2 * LAYERS * ROWS * kv_heads * TIME * QKV
+    memory = compiled.memory_analysis()
+    held = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(c)) for c in caches]
+    assert memory.alias_size_in_bytes == held[0]
+    row = KVFactors.of(kv_heads, *CUBE.sizes).on_a_chip(()) * TIME * QKV * LAYERS * 4
+    assert memory.temp_size_in_bytes <= 8 * row + 1024
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
-@pytest.mark.parametrize("setting", AttnAllToAll, ids=lambda setting: setting.value)
-def test_insert_moves_one_row_and_touches_no_other(setting: AttnAllToAll, *, stacked: bool) -> None:
-    mesh = make_mesh(MeshShape(2, 2, 2))
-    cache, prefix = _cache(SLOTS, 0, stacked=stacked), _cache(ROWS, 1, stacked=stacked)
-    specs = cache_specs(cache, setting), cache_specs(prefix, setting)
-
-    def run(cache: KVCache, prefix: KVCache, row: jax.Array, slot: jax.Array) -> KVCache:
-        return insert_row(cache, prefix, row, slot, setting.batch_axes)
-
-    sharded = jax.shard_map(run, mesh=mesh, in_specs=(*specs, P(), P()), out_specs=specs[0], check_vma=True)
-    program = jax.jit(sharded)
-    placed = jax.device_put((cache, prefix), shardings(mesh, specs))
-    for row, slot in [(0, 0), (5, 11), (7, 2), (3, 15)]:
-        found = program(*placed, np.int32(row), np.int32(slot))
-        for old, new, source in zip(*map(jax.tree.leaves, (cache, found, prefix)), strict=True):
-            axis = old.ndim - 4
-            wanted = np.moveaxis(np.array(old), axis, 0)
-            wanted[slot] = np.moveaxis(np.asarray(source), axis, 0)[row]
-            np.testing.assert_array_equal(np.moveaxis(np.asarray(new), axis, 0), wanted)
+def test_one_device_inserts_a_row(*, stacked: bool) -> None:
+    shapes = [CacheShape(LAYERS, rows, 2, TIME, QKV) for rows in (SLOTS, ROWS)]
+    caches = [KVCache.zeros(shape, jnp.dtype("float32"), stacked=stacked) for shape in shapes]
+    cache, prefix = (jax.tree.map(lambda leaf, n=n: leaf + n, each) for n, each in enumerate(caches))
+    found = jax.jit(insert_row)(cache, prefix, np.int32(3), np.int32(9))
+    for leaf in jax.tree.leaves(found):
+        rows = np.moveaxis(np.asarray(leaf), leaf.ndim - 4, 0)
+        np.testing.assert_array_equal(rows[9], 1)
+        np.testing.assert_array_equal(np.delete(rows, 9, axis=0), 0)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 
+import numpy as np
 import pytest
 
 from configs.models import palm_540b
-from layers.head_order import kv_slots, padded_batch, padded_heads
+from layers.head_order import KVFactors, padded_heads
 from layers.hparams import HParams
 
 MESHES = ((1, 1, 1), (2, 2, 2), (4, 2, 1), (1, 4, 2), (2, 1, 3), (4, 4, 1), (3, 2, 1))
@@ -25,27 +27,33 @@ def test_every_head_is_stored_once(mesh: tuple[int, int, int], heads: tuple[int,
     assert len(padded.order) == padded.heads == padded.kv_heads * padded.group
 
 
+SPLITS = [axes for count in range(4) for axes in itertools.combinations("xyz", count)]
+
+
 @pytest.mark.parametrize(("mesh", "heads"), list(itertools.product(MESHES, HEADS)))
-def test_chips_of_every_split_find_their_kv_heads_in_one_slice(
+def test_chips_of_every_split_find_their_kv_heads_beside_their_heads(
     mesh: tuple[int, int, int], heads: tuple[int, int]
 ) -> None:
-    x, y, z = mesh
+    """Over whatever axes heads are split, a chip's heads in logical order take its kv heads in order."""
     model, padded = _model(*heads), padded_heads(_model(*heads), *mesh)
-    chunk = padded.heads // (x * y * z)
-    # Undo the storage order: logical blocks over x, then y, then z.
-    stored = {
-        (i, j, k): padded.order[((j * z + k) * x + i) * chunk :][:chunk]
-        for i, j, k in itertools.product(range(x), range(y), range(z))
-    }
-    logical = [h for place in sorted(stored) for h in stored[place]]
-    for parts in {x * y * z, x * y, x, 1}:
-        size, slots = padded.heads // parts, kv_slots(padded.kv_heads, parts) // parts
-        for part in range(parts):
-            first = part * slots if padded.kv_heads % parts == 0 else part * padded.kv_heads // parts
-            group = size // slots
-            for place, head in enumerate(logical[part * size : (part + 1) * size]):
-                if head >= 0:
-                    assert padded.kv_order[first + place // group] == head // model.heads_per_kv
+    factors = KVFactors.of(padded.kv_heads, *mesh)
+    chunk = padded.heads // math.prod(mesh)
+    x, y, z = mesh
+    chunks = np.array(padded.order).reshape(y, z, x, chunk).transpose(2, 0, 1, 3)  # logical [x, y, z, heads]
+    kv = np.array(padded.kv_order).reshape(factors.shape)
+    for axes in SPLITS:
+        for chip in itertools.product(*map(range, mesh)):
+            own = tuple(
+                slice(i, i + 1) if axis in axes else slice(None) for axis, i in zip("xyz", chip, strict=True)
+            )
+            digits = tuple(
+                slice(i * count // size, i * count // size + 1) if axis in axes else slice(None)
+                for axis, i, count, size in zip("xyz", chip, factors.shape, mesh, strict=False)
+            )
+            mine, my_kv = chunks[own].ravel(), kv[digits].ravel()
+            assert len(my_kv) == factors.on_a_chip(axes)
+            for head, kv_head in zip(mine, np.repeat(my_kv, len(mine) // len(my_kv)), strict=True):
+                assert head < 0 or kv_head == head // model.heads_per_kv
 
 
 def test_heads_that_divide_are_not_padded() -> None:
@@ -65,8 +73,3 @@ def test_padding_540b_to_64_chips_touches_attention_only() -> None:
     wide = dataclasses.replace(model, heads=padded.heads, kv_heads=padded.kv_heads)
     assert wide.ff == model.ff
     assert round(wide.param_count / 1e9, 1) == 558.2
-
-
-@pytest.mark.parametrize(("batch", "shards", "rows"), [(1, 8, 8), (8, 8, 8), (9, 8, 16), (3, 1, 3)])
-def test_batches_are_padded_up(batch: int, shards: int, rows: int) -> None:
-    assert padded_batch(batch, shards) == rows

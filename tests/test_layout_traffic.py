@@ -1,8 +1,8 @@
 """What a layer moves: elements by collective, counted in the compiled program, equal the formulas.
 
-`docs/layouts.md` prints the formulas. Here they are functions of the model's sizes, the mesh and the setting,
-and the count is read from the text of the compiled program: the collectives of the layer loop's body, which
-runs once a layer. A chip moves, over groups of n chips and with r elements in its result,
+The formulas are those of `layers.communication` and docs/layouts.md; the count is read from the text of the
+compiled program: the collectives of the layer loop's body, which runs once a layer. A chip moves, over groups
+of n chips and with r elements in its result,
 
     all-gather r·(1 − 1/n)   reduce-scatter r·(n − 1)   all-reduce 2·r·(1 − 1/n)   all-to-all r·(1 − 1/n)
     collective-permute r
@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
-from layers.head_order import padded_batch
+from layers.communication import layer_terms, traffic
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
 from layers.layout import AttnAllToAll, Layout, ShardingConfig
@@ -49,6 +49,10 @@ _OP = re.compile(rf"= (.+?) ({'|'.join(MOVED)})(?:-start)?\(")
 _ARRAY = re.compile(r"\w+\[([\d,]*)\]")
 
 ONE, TWO = Layout.WEIGHT_STATIONARY_1D, Layout.WEIGHT_STATIONARY_2D
+BATCH_Z, TIME_Z = Layout.WEIGHT_STATIONARY_2D_BATCH_Z, Layout.WEIGHT_STATIONARY_2D_TIME_Z
+GX, GXY, GXYZ = Layout.WEIGHT_GATHERED_X, Layout.WEIGHT_GATHERED_XY, Layout.WEIGHT_GATHERED_XYZ
+GX_TIME, GXY_TIME = Layout.WEIGHT_GATHERED_X_TIME, Layout.WEIGHT_GATHERED_XY_TIME
+GXYZ_TIME = Layout.WEIGHT_GATHERED_XYZ_TIME
 NONE, Z, YZ, YZX = AttnAllToAll
 PLAIN, ONE_WAY, THROUGHPUT, LATENCY = CollectiveMode
 CASES = [
@@ -58,6 +62,13 @@ CASES = [
     ("palm", "2,2,2", TWO, NONE, PLAIN, 4), ("palm", "2,2,2", TWO, YZX, PLAIN, 3),
     ("palm", "4,2,1", TWO, YZ, LATENCY, 8), ("palm", "1,4,2", TWO, Z, ONE_WAY, 4),
     ("palm", "2,1,3", TWO, YZ, THROUGHPUT, 3), ("palm", "4,1,2", TWO, YZX, ONE_WAY, 1),
+    ("palm", "2,2,2", BATCH_Z, YZ, PLAIN, 4), ("palm", "2,1,3", BATCH_Z, NONE, ONE_WAY, 4),
+    ("palm", "2,2,2", TIME_Z, NONE, PLAIN, 1), ("palm", "2,1,3", TIME_Z, Z, LATENCY, 3),
+    ("palm", "2,2,2", GX, YZ, PLAIN, 3), ("palm", "4,2,1", GX, NONE, ONE_WAY, 4),
+    ("palm", "2,2,2", GXY, Z, THROUGHPUT, 8), ("palm", "4,2,1", GXY, NONE, LATENCY, 8),
+    ("palm", "2,2,2", GXYZ, NONE, PLAIN, 8), ("nine_heads_grouped", "2,1,3", GXYZ, NONE, ONE_WAY, 6),
+    ("palm", "2,2,2", GX_TIME, NONE, PLAIN, 1), ("nine_heads_grouped", "2,2,2", GXY_TIME, Z, ONE_WAY, 1),
+    ("palm", "4,2,1", GXYZ_TIME, NONE, THROUGHPUT, 1),
     ("nine_heads_grouped", "2,2,2", TWO, Z, PLAIN, 4), ("nine_heads_grouped", "4,2,1", TWO, NONE, LATENCY, 2),
 ]  # fmt: skip
 
@@ -72,11 +83,21 @@ def group_size(line: str) -> int:
 
 def counted(program: str) -> Traffic:
     """Traffic of the layer loop's body: every collective that is not in the entry computation."""
+    return _counted(program, lambda line: not line.startswith("ENTRY"))
+
+
+def counted_everywhere(program: str) -> Traffic:
+    """Traffic of a program without loops."""
+    return _counted(program, lambda line: True)
+
+
+def _counted(program: str, wanted: Callable[[str], bool]) -> Traffic:
+    """Traffic of the computations whose first line is wanted."""
     traffic: Traffic = collections.defaultdict(float)
     inside = False
     for line in program.splitlines():
         if line.endswith("{") and "->" in line:
-            inside = not line.startswith("ENTRY")
+            inside = wanted(line)
         found = _OP.search(line)
         if inside and found:
             sizes = [math.prod(map(int, dims.split(","))) for dims in _ARRAY.findall(found[1]) if dims]
@@ -85,67 +106,70 @@ def counted(program: str) -> Traffic:
     return {kind: moved for kind, moved in traffic.items() if moved}
 
 
-def formula(hparams: HParams, mesh: MeshShape, sharding: ShardingConfig, rows: int) -> Traffic:
-    """The same from sizes; `hparams` counts padded heads, `rows` tokens are fed, one a row of the batch."""
-    x, yz, n = mesh.x, mesh.y * mesh.z, mesh.size
-    heads, kv, ff = hparams.heads * hparams.qkv, 2 * hparams.kv_heads * hparams.qkv, hparams.ff
-    traffic: Traffic = collections.defaultdict(float)
-    ring = sharding.collectives.mode is not PLAIN
-    gather, scatter = (HOP, HOP) if ring else (GATHER, SCATTER)
-    if sharding.layout is TWO:
-        traffic[GATHER] += rows * hparams.embed / x * (1 - 1 / yz)
-        traffic[scatter] += rows * (2 * ff + heads) / yz * (1 - 1 / x)
-        traffic[gather] += rows * (ff + heads) / yz * (1 - 1 / x)
-        traffic[SCATTER] += rows * hparams.embed / x * (1 - 1 / yz)
-    else:
-        traffic[gather] += rows * hparams.embed * (1 - 1 / x)
-        traffic[scatter] += rows * hparams.embed * (1 - 1 / x)
-        traffic[SUM] += 2 * rows * hparams.embed / x * (1 - 1 / yz)
-    traffic[SUM] += 2 * rows * (1 - 1 / x)  # the norm's mean square
-    batch_shards, head_shards = sharding.batch_shards(mesh), sharding.head_shards(mesh)
-    padded = padded_batch(rows, batch_shards)
-    traffic[TRADE] += 2 * padded * heads / n * (1 - 1 / batch_shards)
-    traffic[SCATTER] += padded * kv * (1 - 1 / batch_shards)
-    kept = padded / batch_shards * kv * (1 - 1 / head_shards)
-    whole = hparams.kv_heads % head_shards == 0
-    traffic[SCATTER if whole else SUM] += kept if whole else 2 * kept
-    return {kind: moved for kind, moved in traffic.items() if moved}
+def time_of(sharding: ShardingConfig, mesh: MeshShape) -> int:
+    """Tokens a row: one, or as many as the layout splits time into."""
+    return sharding.time_shards(mesh)
 
 
 def compiled(name: str, mesh: MeshShape, sharding: ShardingConfig, rows: int) -> tuple[MeshModel, str]:
-    """A decode step's forward pass on the mesh: the model and its program's text."""
+    """A step's forward pass on the mesh: the model and its program's text."""
     params = placed_params(name, mesh, sharding.layout)
     model = MeshModel(form(name), mesh, make_mesh(mesh), sharding)
     cache = jax.eval_shape(
-        lambda: KVCache.zeros(model.cache_shape(rows, 8), jnp.dtype("float32"), stacked=True)
+        lambda: KVCache.zeros(model.cache_shape(rows, 16), jnp.dtype("float32"), stacked=True)
     )
     specs = (model.param_specs(params), model.cache_specs(cache), P(), P())
 
     def run(params: Params, cache: KVCache, tokens: jax.Array, start: jax.Array) -> tuple:
         return model.forward(params, tokens, start, cache)
 
-    residual = P(None, None, sharding.layout.residual_axes)
+    lies = sharding.layout.form
+    residual = P(lies.batch or None, lies.time or None, lies.embed or None)
     step = jax.jit(model.sharded(run, specs, (residual, specs[1])), in_shardings=model.placed(specs))
-    tokens, start = np.zeros((rows, 1), np.int32), np.zeros((rows,), np.int32)
+    tokens, start = np.zeros((rows, time_of(sharding, mesh)), np.int32), np.zeros((rows,), np.int32)
     return model, step.lower(params, cache, tokens, start).compile().as_text()
+
+
+def found_and_said(case: tuple) -> tuple[Traffic, Traffic]:
+    """What a layer of the compiled step moves, and what the formulas say."""
+    name, mesh, layout, setting, mode, rows = case
+    shape, sharding = MeshShape.parse(mesh), ShardingConfig(layout, setting, CollectiveConfig(mode))
+    model, program = compiled(name, shape, sharding, rows)
+    said = traffic(layer_terms(model.padded, shape, sharding, rows, time_of(sharding, shape)))
+    return counted(program), {kind.value: elements for kind, elements in said.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(v, "value", v)) for v in case))
 def test_a_layer_moves_what_the_formulas_say(case: tuple) -> None:
-    name, mesh, layout, setting, mode, rows = case
-    shape, sharding = MeshShape.parse(mesh), ShardingConfig(layout, setting, CollectiveConfig(mode))
-    model, program = compiled(name, shape, sharding, rows)
-    assert counted(program) == pytest.approx(formula(model.padded, shape, sharding, rows))
+    found, said = found_and_said(case)
+    assert found == pytest.approx(said)
 
 
-def test_terms_add_up_to_the_short_formulas() -> None:
-    """The short forms of docs/layouts.md: 2D and 1D without the norm and the keys and values."""
-    hparams = HParams(layers=1, embed=48, ff=96, heads=8, kv_heads=1, qkv=16, vocab=71)
-    mesh, rows = MeshShape(2, 2, 2), 4
-    for layout, short in (
-        (ONE, 2 * rows * 48 * (1 - 1 / 8)),
-        (TWO, 2 * rows * 24 * (1 - 1 / 4) + rows * (3 * 96 + 2 * 128) / 4 * (1 - 1 / 2)),
-    ):
-        whole = sum(formula(hparams, mesh, ShardingConfig(layout), rows).values())
-        norm, keys = 2 * rows * (1 - 1 / 2), 2 * rows * 32 * (1 - 1 / 8)
-        assert whole - norm - keys == pytest.approx(short)
+HPARAMS = HParams(layers=1, embed=48, ff=96, heads=8, kv_heads=1, qkv=16, vocab=71)
+E, F, HD = HPARAMS.embed, HPARAMS.ff, HPARAMS.heads * HPARAMS.qkv
+BESIDE = ("norm", "k and v", "weights of k and v")
+
+
+def _short(layout: Layout, mesh: MeshShape, tokens: int) -> float:
+    """Elements for weights, residual and columns."""
+    terms = layer_terms(HPARAMS, mesh, ShardingConfig(layout), tokens, 1)
+    return sum(term.elements for term in terms if term.purpose not in BESIDE)
+
+
+@pytest.mark.parametrize("mesh", ["2,2,2", "4,2,1", "2,1,3", "4,4,4"])
+def test_stationary_terms_add_up_to_the_short_formulas(mesh: str) -> None:
+    shape, tokens = MeshShape.parse(mesh), 12
+    n, x, yz = shape.size, shape.x, shape.y * shape.z
+    assert _short(ONE, shape, tokens) == pytest.approx(2 * tokens * E * (1 - 1 / n))
+    wanted = 2 * tokens * E / x * (1 - 1 / yz) + tokens * (3 * F + 2 * HD) / yz * (1 - 1 / x)
+    assert _short(TWO, shape, tokens) == pytest.approx(wanted)
+    assert _short(Layout.WEIGHT_STATIONARY_2D_BATCH_Z, shape, tokens) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("mesh", ["2,2,2", "4,2,1", "2,1,3", "4,4,4"])
+@pytest.mark.parametrize("layout", [GX, GXY, GXYZ], ids=lambda layout: layout.value)
+def test_gathered_terms_add_up_to_the_short_formula(layout: Layout, mesh: str) -> None:
+    shape, tokens = MeshShape.parse(mesh), 64 * 6
+    n, size = shape.size, shape.over(layout.form.gathered)
+    weights = (3 * E * F + 2 * E * HD) * size / n * (1 - 1 / size)
+    assert _short(layout, shape, tokens) == pytest.approx(weights + 2 * tokens * E / size * (1 - size / n))

@@ -85,7 +85,7 @@ def test_synthetic_weights_have_power(hparams: HParams) -> None:
     @jax.jit
     def step(tokens: jax.Array, position: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         x, cache = model.forward(params, tokens[:, None], position, cache)
-        return jnp.argmax(model.logits(params, x)[:, 0], axis=-1).astype(jnp.int32), cache
+        return jnp.argmax(model.logits(params, x, len(x))[:, 0], axis=-1).astype(jnp.int32), cache
 
     fed = [jnp.arange(rows, dtype=jnp.int32)]
     for at in range(steps):

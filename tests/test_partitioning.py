@@ -12,7 +12,7 @@ from checkpoints.synthetic import synthetic_state
 from layers.errors import UserError
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ShardingConfig, WeightStorage
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.partitioning import check_model, partition_spec, rules
@@ -33,8 +33,8 @@ def test_dims_without_a_rule_are_not_split() -> None:
 
 
 def test_tables_split_the_embedding_over_every_chip_once() -> None:
-    for layout in Layout:
-        assert partition_spec(("vocab", "embed"), rules(layout)) == P(("y", "z"), ("x",))
+    for storage in WeightStorage:
+        assert partition_spec(("vocab", "embed"), rules(storage)) == P(("y", "z"), ("x",))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def _bytes_of_chips(tree: object) -> set[int]:
     return set(held.values())
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
-def test_memory_of_weights_a_chip_is_the_tables_sum(layout: Layout) -> None:
-    options = LoadOptions(placement=MeshPlacement(layout, CUBE, make_mesh(CUBE)))
+@pytest.mark.parametrize("storage", WeightStorage, ids=lambda storage: storage.value)
+def test_memory_of_weights_a_chip_is_the_tables_sum(storage: WeightStorage) -> None:
+    options = LoadOptions(placement=MeshPlacement(storage, CUBE, make_mesh(CUBE)))
     params = load_params(synthetic_state(MODEL), options)
     split, kv = _matrix_elements(MODEL)
     vectors = MODEL.embed  # gains are folded, but the one before the tied embedding
@@ -86,7 +86,7 @@ def test_memory_of_weights_a_chip_is_the_tables_sum(layout: Layout) -> None:
 
 
 def test_memory_of_int8_weights_a_chip_is_the_tables_sum() -> None:
-    placement = MeshPlacement(Layout.WEIGHT_STATIONARY_2D, CUBE, make_mesh(CUBE))
+    placement = MeshPlacement(WeightStorage.TWO_D, CUBE, make_mesh(CUBE))
     params = load_params(synthetic_state(MODEL), LoadOptions(WeightsDtype.INT8, placement=placement))
     split, kv = _matrix_elements(MODEL)
     embedding = MODEL.vocab * MODEL.embed

@@ -12,7 +12,7 @@ from checkpoints.state import state_spec
 from checkpoints.storage import ChunkMajor
 from layers.head_order import padded_heads
 from layers.hparams import HParams
-from layers.layout import Layout
+from layers.layout import WeightStorage
 from layers.mesh_shape import MeshShape
 from layers.quantization import Int8Weight
 
@@ -28,9 +28,9 @@ def _coded(part: int, rows: int, cols: int) -> np.ndarray:
 def test_input_chunks_hold_their_share_of_every_part(mesh: MeshShape) -> None:
     n, widths = mesh.size, (2, 5)
     parts = [_coded(p, ROWS, n * width) for p, width in enumerate(widths)]
-    for layout in Layout:
-        stored = np.asarray(ChunkMajor(layout, mesh).beside([jnp.asarray(part) for part in parts]))
-        cut = mesh.x if layout is Layout.WEIGHT_STATIONARY_1D else 1
+    for order in WeightStorage:
+        stored = np.asarray(ChunkMajor(order, mesh).beside([jnp.asarray(part) for part in parts]))
+        cut = mesh.x if order is WeightStorage.ONE_D else 1
         assert stored.shape == (n * cut, ROWS // cut, sum(widths))
         for chunk in range(n):
             wanted = np.concatenate(
@@ -45,9 +45,9 @@ def test_input_chunks_hold_their_share_of_every_part(mesh: MeshShape) -> None:
 def test_output_chunks_hold_their_rows_of_every_part(mesh: MeshShape) -> None:
     n, heights = mesh.size, (3, 4)
     parts = [_coded(p, n * height, ROWS) for p, height in enumerate(heights)]
-    for layout in Layout:
-        stored = np.asarray(ChunkMajor(layout, mesh).below([jnp.asarray(part) for part in parts]))
-        cut = mesh.x if layout is Layout.WEIGHT_STATIONARY_1D else 1
+    for order in WeightStorage:
+        stored = np.asarray(ChunkMajor(order, mesh).below([jnp.asarray(part) for part in parts]))
+        cut = mesh.x if order is WeightStorage.ONE_D else 1
         assert stored.shape == (n * cut, sum(heights), ROWS // cut)
         for chunk in range(n):
             wanted = np.concatenate(
@@ -58,15 +58,15 @@ def test_output_chunks_hold_their_rows_of_every_part(mesh: MeshShape) -> None:
                 np.testing.assert_array_equal(stored[chunk * cut + piece], wanted[:, cols])
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
-def test_int8_scales_stand_beside_the_columns_they_scale(layout: Layout) -> None:
+@pytest.mark.parametrize("order", WeightStorage, ids=lambda order: order.value)
+def test_int8_scales_stand_beside_the_columns_they_scale(order: WeightStorage) -> None:
     mesh, rng = MeshShape(2, 1, 3), np.random.default_rng(0)
     values = [rng.integers(-127, 128, (ROWS, 6 * width), np.int8) for width in (2, 3)]
     pairs = [
         Int8Weight(jnp.asarray(value), jnp.asarray(rng.uniform(1, 2, value.shape[1]).astype(np.float32)))
         for value in values
     ]
-    storage = ChunkMajor(layout, mesh)
+    storage = ChunkMajor(order, mesh)
     stored = storage.beside(pairs)
     floats = [pair.qvalue.astype(jnp.float32) * pair.scale[None, :] for pair in pairs]
     scales = np.repeat(np.asarray(stored.scale), storage.embed_chunks, axis=0)[:, None, :]
@@ -80,7 +80,7 @@ def test_heads_stand_in_their_stored_order_and_padding_is_zero() -> None:
     leaves["q"] += np.arange(1, 10).reshape(1, 9, 1).astype(np.float32)
     leaves["o"] += np.arange(1, 10).reshape(9, 1, 1).astype(np.float32)
     leaves["k"] += np.arange(1, 4).reshape(1, 3, 1).astype(np.float32)
-    padded, arranged = ChunkMajor(Layout.WEIGHT_STATIONARY_2D, mesh).arrange_heads(hparams, leaves)
+    padded, arranged = ChunkMajor(WeightStorage.TWO_D, mesh).arrange_heads(hparams, leaves)
     heads = padded_heads(hparams, *mesh.sizes)
     np.testing.assert_array_equal(np.asarray(arranged["q"])[0, :, 0], np.array(heads.order) + 1)
     np.testing.assert_array_equal(np.asarray(arranged["o"])[:, 0, 0], np.array(heads.order) + 1)
@@ -91,7 +91,7 @@ def test_heads_stand_in_their_stored_order_and_padding_is_zero() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_vocabulary_is_padded_with_zeros_to_a_multiple_of_the_chips(mesh: MeshShape) -> None:
     table = jnp.ones((71, 4), jnp.float32)
-    padded = np.asarray(ChunkMajor(Layout.WEIGHT_STATIONARY_1D, mesh).pad_vocab(table))
+    padded = np.asarray(ChunkMajor(WeightStorage.ONE_D, mesh).pad_vocab(table))
     assert padded.shape[0] % mesh.size == 0
     assert padded.shape[0] - 71 < mesh.size
     np.testing.assert_array_equal(padded[:71], 1)

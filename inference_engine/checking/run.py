@@ -116,7 +116,7 @@ def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) 
         def step(carry: Carry, forced_now: jax.Array) -> tuple[Carry, jax.Array]:
             token, position, cache = carry
             x, cache = model.forward(params, token[:, None], position, cache)
-            logits = model.logits(params, x)[:, 0]
+            logits = model.logits(params, x, batch)[:, 0]
             if model.vocab_axes:  # on a mesh the tokens are forced
                 return (forced_now, position + 1, cache), logits
             greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -183,7 +183,7 @@ class Checker:
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
 
     def _load(self, weights: str, layout: Layout | None) -> Params:
-        placement = None if layout is None else MeshPlacement(layout, self.shape, self.mesh)
+        placement = None if layout is None else MeshPlacement(layout.form.storage, self.shape, self.mesh)
         return load_params(self.state, LoadOptions(WeightsDtype(weights), placement=placement))
 
     def _run_reference(

@@ -92,7 +92,7 @@ def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> Opened
 def place(hparams: HParams, mesh: MeshOptions) -> MeshPlacement:
     """Where the weights go; raises UserError if the mesh fits neither the devices nor the model."""
     check_model(hparams, mesh.shape)
-    return MeshPlacement(mesh.sharding.layout, mesh.shape, make_mesh(mesh.shape))
+    return MeshPlacement(mesh.sharding.layout.form.storage, mesh.shape, make_mesh(mesh.shape))
 
 
 def on_cpu() -> bool:
