@@ -42,6 +42,8 @@ class RunStats:
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
+    inserts: int = 0
+    insert_seconds: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
     decode_seconds: float = 0.0
@@ -50,6 +52,11 @@ class RunStats:
     def prefill_rate(self) -> float:
         """Prompt tokens per second."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def insert_milliseconds(self) -> float:
+        """Mean time of putting a prefilled prompt into its slot."""
+        return 1e3 * self.insert_seconds / self.inserts if self.inserts else 0.0
 
     @property
     def decode_rate(self) -> float:
@@ -132,9 +139,13 @@ class Generator:
             if not ready:
                 break
             sample = ready.popleft()
+            inserting = time.perf_counter()
             state = self.engine.insert(
                 sample.prefix, sample.row, state, slot, sample.stream.request, sample.stream.sample
             )
+            jax.block_until_ready(state.lengths)
+            self.stats.inserts += 1
+            self.stats.insert_seconds += time.perf_counter() - inserting
             slots[slot] = sample.stream
         return state, time.perf_counter() - began
 

@@ -19,7 +19,7 @@ which 3/4 come from others: 72.
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from layers.collectives.mode import CollectiveMode
 from layers.head_order import KVFactors
@@ -204,12 +204,17 @@ class _Step:
 _STATIONARY = {WeightStorage.ONE_D: _Step.one_d, WeightStorage.TWO_D: _Step.two_d}
 
 
-def cheapest(
-    hparams: HParams,
-    mesh: MeshShape,
-    choices: Sequence[ShardingConfig],
-    tokens: tuple[int, int],
-    sizes: ElementBytes,
-) -> ShardingConfig:
-    """Of some layouts the one that moves fewest bytes for (rows, time); the first of equals."""
-    return min(choices, key=lambda choice: moved_bytes(layer_terms(hparams, mesh, choice, *tokens), sizes))
+def insert_elements(
+    hparams: HParams, mesh: MeshShape, prefill: ShardingConfig, decode: ShardingConfig, time: int
+) -> float:
+    """Elements that a chip moves to put one prefilled row of `time` positions into its slot, all layers.
+
+    `hparams` counts padded heads. See `layers.cache_insert`: one sum over the axes that split the prefix's
+    rows and those that split its kv heads and will no longer.
+    """
+    source, target = prefill.attention, decode.attention
+    leaving = tuple(axis for axis in source.heads if axis not in target.heads)
+    factors = KVFactors.of(hparams.kv_heads, *mesh.sizes)
+    kept = tuple(axis for axis in source.heads if axis in target.heads)
+    row = 2 * hparams.layers * time * hparams.qkv * factors.on_a_chip(kept)
+    return 2 * _over(row, mesh.over(source.batch + leaving))

@@ -19,6 +19,7 @@ import math
 import numpy as np
 
 from layers.hparams import HParams
+from layers.mesh_shape import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,12 @@ def padded_heads(hparams: HParams, x: int, y: int, z: int) -> PaddedHeads:
     stored = blocks.transpose(1, 2, 0, 3).reshape(-1)
     kv_order = tuple(k if k < hparams.kv_heads else -1 for k in range(kv_heads))
     return PaddedHeads(kv_heads, group, tuple(int(h) for h in stored), kv_order)
+
+
+def padded_form(hparams: HParams, mesh: MeshShape) -> HParams:
+    """The model with the heads that a mesh pads it to."""
+    heads = padded_heads(hparams, *mesh.sizes)
+    return dataclasses.replace(hparams, heads=heads.heads, kv_heads=heads.kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)

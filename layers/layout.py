@@ -181,6 +181,13 @@ class ShardingConfig:
         rows, time = form.stays_split
         return AttentionAxes(rows, self.attn_all_to_all.axes, form.held, time)
 
+    def for_prefill(self, layout: Layout) -> "ShardingConfig":
+        """Prefill beside this decoding: its own layout, trading over those axes that it does not gather."""
+        gathered = layout.form.gathered
+        wanted = tuple(axis for axis in self.attn_all_to_all.axes if axis not in gathered)
+        trade = max((t for t in AttnAllToAll if set(t.axes) <= set(wanted)), key=lambda t: len(t.axes))
+        return ShardingConfig(layout, trade, self.collectives)
+
     def padded_rows(self, rows: int, mesh: MeshShape) -> int:
         """Rows of a batch as the residual holds them, over all chips."""
         form, attention = self.layout.form, self.attention

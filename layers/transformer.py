@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from layers.attn_all_to_all import my_rows, pad_rows
-from layers.head_order import KVFactors, padded_heads
+from layers.head_order import KVFactors, padded_form
 from layers.hparams import HParams
 from layers.kv_cache import CacheShape, KVCache
 from layers.layout import CHUNK_AXES, AttentionAxes, ShardingConfig
@@ -60,8 +60,7 @@ class MeshModel:
     @functools.cached_property
     def padded(self) -> HParams:
         """The model with the mesh's padded heads."""
-        heads = padded_heads(self.hparams, *self.shape.sizes)
-        return dataclasses.replace(self.hparams, heads=heads.heads, kv_heads=heads.kv_heads)
+        return padded_form(self.hparams, self.shape)
 
     @property
     def ops(self) -> LayoutOps:

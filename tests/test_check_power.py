@@ -40,13 +40,14 @@ GROUPED = HParams(
 MULTIQUERY = dataclasses.replace(GROUPED, kv_heads=1, windows=(), biases=frozenset())
 SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPlacement.TWO)
 
+ONE_D = Layout.WEIGHT_STATIONARY_1D
 _CASE = Case(
-    Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
+    Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
     "float32", "float32", "float32", batch=8, prompt_tokens=5,
 )  # fmt: skip
 TRADED = _CASE
 BY_HEADS = dataclasses.replace(
-    _CASE, layout=Layout.WEIGHT_STATIONARY_1D, attn_all_to_all=AttnAllToAll.NONE, batch=3
+    _CASE, layout=ONE_D, prefill_layout=ONE_D, attn_all_to_all=AttnAllToAll.NONE, batch=3
 )
 INT8 = dataclasses.replace(_CASE, weights="int8", attn_all_to_all=AttnAllToAll.AXES_YZ)
 Where = tuple[HParams, Case]
@@ -71,7 +72,7 @@ _my_kv_heads, _logits = attn_all_to_all.my_kv_heads, MeshModel.logits
 
 
 def _step(change: Callable[[MeshModel, jax.Array, Any], Any]) -> Patch:
-    """Changes what layers are told of the tokens; `change` gets the positions of all rows."""
+    """Changes what layers are told of the tokens; `change` gets the positions of all rows and times."""
 
     def changed(self: MeshModel, tokens: jax.Array, start: jax.Array) -> Any:
         step = _step_tokens(self, tokens, start)
@@ -91,7 +92,7 @@ def _input(change: Callable[[Any, Any], tuple[Any, Any]]) -> Patch:
     return ShardedLayer, "_in", changed
 
 
-def _x_first(q: jax.Array, setting: AttnAllToAll) -> jax.Array:
+def _x_first(q: jax.Array, attention: Any) -> jax.Array:
     """Trades over x, then over y and z, instead of over all in one call."""
     traded = lax.all_to_all(q, "x", split_axis=0, concat_axis=2, tiled=True)
     traded = lax.all_to_all(traded, ("y", "z"), split_axis=0, concat_axis=2, tiled=True)
@@ -108,14 +109,14 @@ def _local_norm(x: jax.Array, params: Any, kind: Any, eps: float, axes: tuple[st
 
 def _one_plane_of_z(self: WeightStationary1D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
     """The sum over y and z without the terms of half of the chips."""
-    partial = matmul_reducescatter(h, matrix, "x", self.config, layer=layer)
+    partial = matmul_reducescatter(h[0], matrix, "x", self.config, layer=layer)
     kept = jnp.where(lax.axis_index("z") == 0, partial, jnp.zeros_like(partial))
     return all_reduce(kept, ("y", "z"), "float32")
 
 
 def _z_not_reduced(self: WeightStationary2D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
     """Each chip of z keeps its own partial sum."""
-    partial = allgather_matmul(h, matrix, "x", self.config, layer=layer)
+    partial = allgather_matmul(h[0], matrix, "x", self.config, layer=layer)
     return local_part(reduce_scatter(partial, "y", "float32", dimension=2), ("z",), 2)
 
 
@@ -128,9 +129,9 @@ def _embed_zy(self: MeshModel, params: Any, tokens: jax.Array, dtype: jnp.dtype)
     return self.ops.reduce_embedding(jnp.where(held[:, :, None], rows, jnp.zeros_like(rows)))
 
 
-def _other_y(self: MeshModel, params: Any, x: jax.Array) -> jax.Array:
+def _other_y(self: MeshModel, params: Any, x: jax.Array, rows: int) -> jax.Array:
     """Logits of the vocabulary shard across y."""
-    return lax.ppermute(_logits(self, params, x), "y", [(0, 1), (1, 0)])
+    return lax.ppermute(_logits(self, params, x, rows), "y", [(0, 1), (1, 0)])
 
 
 def _no_window(self: ShardedLayer, *args: Any, window: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,8 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
         _step(lambda model, at, step: step._replace(q_phases=rope_phases(model.hparams, at + 1))),
     ),
     "padding_attended": (
-        (GROUPED, TRADED), _step(lambda model, at, step: step._replace(positions=step.positions + 1)),
+        (GROUPED, TRADED),
+        _step(lambda m, at, step: step._replace(positions=step.positions + 1, length=step.length + 1)),
     ),
     "cache_written_one_position_off": (
         (GROUPED, BY_HEADS), _step(lambda model, at, step: step._replace(start=step.start + 1)),

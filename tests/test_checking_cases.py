@@ -2,7 +2,14 @@
 
 import itertools
 
-from inference_engine.checking.cases import Case, Factors, all_cases, covering_cases
+import pytest
+
+from inference_engine.checking.cases import Case, Factors, all_cases, covering_cases, illegal_settings
+from layers.layout import AttnAllToAll, Layout, check_pair
+from layers.mesh_shape import MeshShape
+
+CUBE = MeshShape(2, 2, 2)
+MESHES = [MeshShape.parse(text) for text in ("2,2,2", "2,1,3", "1,4,2", "1,1,1")]
 
 SMALL = Factors(weights=("float32",), batch=(1, 3), prompt_tokens=(5,))
 
@@ -12,27 +19,50 @@ def _pairs(cases: list[Case]) -> set:
     return {pair for row in rows for pair in itertools.combinations(row, 2)}
 
 
-def test_covering_set_holds_every_pair_of_values() -> None:
-    for factors in (Factors(), SMALL):
-        assert _pairs(covering_cases(factors)) == _pairs(list(all_cases(factors)))
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_covering_set_holds_every_legal_pair_of_values(mesh: MeshShape) -> None:
+    assert _pairs(covering_cases(SMALL, mesh)) == _pairs(list(all_cases(SMALL, mesh)))
 
 
 def test_covering_set_is_small_and_has_no_case_twice() -> None:
-    cases = covering_cases(Factors())
-    assert len(set(cases)) == len(cases) <= 40
+    cases = covering_cases(Factors(), CUBE)
+    assert len(set(cases)) == len(cases) <= 70
 
 
 def test_exact_dtypes_cover_every_pair_among_themselves() -> None:
     exact = Factors(activation_dtype=("float32",), reduce_dtype=("float32",))
-    found = [
-        c for c in covering_cases(Factors()) if (c.activation_dtype, c.reduce_dtype) == ("float32", "float32")
-    ]
-    assert _pairs(found) >= _pairs(list(all_cases(exact)))
-
-
-def test_all_cases_are_the_whole_product() -> None:
-    assert len(list(all_cases(SMALL))) == 2 * 4 * 4 * 1 * 2 * 2 * 2 * 1
+    cases = covering_cases(Factors(), CUBE)
+    found = [c for c in cases if (c.activation_dtype, c.reduce_dtype) == ("float32", "float32")]
+    assert _pairs(found) >= _pairs(list(all_cases(exact, CUBE)))
 
 
 def test_covering_set_is_always_the_same() -> None:
-    assert covering_cases(Factors()) == covering_cases(Factors())
+    assert covering_cases(Factors(), CUBE) == covering_cases(Factors(), CUBE)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_case_can_run(mesh: MeshShape) -> None:
+    for case in covering_cases(Factors(), mesh):
+        check_pair(case.prefill, case.decode, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_is_left_out_is_listed_with_the_reason(mesh: MeshShape) -> None:
+    legal = {(c.layout, c.prefill_layout, c.attn_all_to_all) for c in all_cases(SMALL, mesh)}
+    listed = dict(illegal_settings(SMALL, mesh))
+    for layout, prefill, trade in itertools.product(Layout, Layout, AttnAllToAll):
+        names = (
+            f"decode layout {layout.value}",
+            f"decode layout {layout.value}, prefill_layout {prefill.value}",
+            f"decode layout {layout.value}, attn_all_to_all {trade.value}",
+        )
+        assert ((layout, prefill, trade) in legal) != any(listed.get(name) for name in names)
+
+
+def test_decoding_splits_no_time_and_1d_shares_no_weights_with_2d() -> None:
+    listed = dict(illegal_settings(Factors(), CUBE))
+    assert "one token a row" in listed["decode layout gathered_x_time"]
+    assert "one copy of them" in listed["decode layout 1d, prefill_layout 2d"]
+    assert not any(
+        "prefill_layout 1d" in name for name in dict(illegal_settings(Factors(), MeshShape(1, 4, 2)))
+    )

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 import run_serving
-from inference_engine.cli.mesh_flags import MeshOptions, mesh_group, mesh_options
+from inference_engine.cli.mesh_flags import MeshOptions, mesh_group, mesh_options, mesh_words
 from inference_engine.cli.options import Flags
 from inference_engine.cli.report import RunReport
+from inference_engine.layout_choice import LayoutRequest, Layouts
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.errors import UserError
 from layers.layout import AttnAllToAll, Layout, ShardingConfig
@@ -18,7 +19,13 @@ from tests.tiny_checkpoint import save_tiny
 SAMPLED = ("--prompt", "hello there", "--prompt", "a", "--temperature", "1", "--seed", "3", "--json")
 SIZES = ("--max_new_tokens", "12", "--max_context", "32", "--prefill_chunk", "16", "--slots", "3")
 FLAGS = [option.name for option in mesh_group().options]
-VALUES = {"layout": "1d", "attn_all_to_all": "z", "collectives": "latency", "reduce_dtype": "bfloat16"}
+VALUES = {
+    "prefill_layout": "gathered_x",
+    "decode_layout": "2d_batch_z",
+    "attn_all_to_all": "z",
+    "collectives": "latency",
+    "reduce_dtype": "bfloat16",
+}
 
 
 def _flags(**given: str) -> Flags:
@@ -32,24 +39,37 @@ def test_flags_of_a_mesh_without_one_are_refused(name: str, value: str) -> None:
 
 
 def test_every_flag_reaches_the_sharding() -> None:
-    sharding = ShardingConfig(
-        Layout.WEIGHT_STATIONARY_1D,
+    request = LayoutRequest(
+        Layout.WEIGHT_GATHERED_X,
+        Layout.WEIGHT_STATIONARY_2D_BATCH_Z,
         AttnAllToAll.AXIS_Z,
         CollectiveConfig(CollectiveMode.LATENCY, "bfloat16"),
     )
-    assert mesh_options(_flags(mesh="4,2,1", **VALUES)) == MeshOptions(MeshShape(4, 2, 1), sharding)
+    assert mesh_options(_flags(mesh="4,2,1", **VALUES)) == MeshOptions(MeshShape(4, 2, 1), request)
+
+
+def test_layout_sets_both_steps_and_auto_leaves_them_open() -> None:
+    both = mesh_options(_flags(mesh="2,2,2", layout="1d"))
+    assert both is not None
+    assert both.layouts.prefill is both.layouts.decode is Layout.WEIGHT_STATIONARY_1D
+    opened = mesh_options(_flags(mesh="2,2,2", layout="auto", decode_layout="2d"))
+    assert opened is not None
+    assert (opened.layouts.prefill, opened.layouts.decode) == (None, Layout.WEIGHT_STATIONARY_2D)
 
 
 def test_a_mesh_alone_takes_the_defaults() -> None:
-    assert mesh_options(_flags(mesh="2,2,2")) == MeshOptions(MeshShape(2, 2, 2), ShardingConfig())
+    assert mesh_options(_flags(mesh="2,2,2")) == MeshOptions(MeshShape(2, 2, 2), LayoutRequest())
     assert mesh_options(_flags()) is None
 
 
 def test_last_line_names_mesh_and_layout_and_bytes_a_chip() -> None:
-    words = MeshOptions(MeshShape(2, 1, 3), ShardingConfig()).words()
-    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 1.0, 1.0, 1.0, 2_000, 3_000, words)
+    decode = ShardingConfig()
+    words = mesh_words(MeshShape(2, 1, 3), Layouts(decode.for_prefill(Layout.WEIGHT_GATHERED_XY), decode))
+    sizes = {"weight_bytes": 2_000, "cache_bytes": 3_000, "insert_bytes": 400, "insert_milliseconds": 0.5}
+    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 1.0, 1.0, 1.0, mesh=words, **sizes)
     line = report.line()
-    assert "mesh 2,1,3, layout 2d, all-to-all none, reference" in line
+    assert "mesh 2,1,3, layout gathered_xy → 2d, all-to-all none, reference" in line
+    assert "insert 400 B a chip, 0.50 ms" in line
     assert line.endswith("weights 2.00 kB, cache 3.00 kB a chip")
 
 
@@ -82,6 +102,8 @@ def _same_text(generate: Generate, *words: str) -> None:
     [
         ("--mesh", "1,1,1", "--layout", "1d"),
         ("--mesh", "2,2,2", "--attn_all_to_all", "yz", "--collectives", "latency"),
+        ("--mesh", "4,2,1", "--prefill_layout", "gathered_xyz_time", "--decode_layout", "2d_batch_z"),
+        ("--mesh", "2,1,3", "--layout", "auto", "--prefill_layout", "gathered_xy", "--slots", "2"),
     ],
     ids=lambda words: words[1],
 )

@@ -5,7 +5,8 @@ tokens, so that one different token does not hide what follows. Rows of a batch 
 lengths, so that every row has positions and a cache of its own.
 
 Data flow: Case → reference logits and tokens (one device, kept for cases that share them) → the same tokens
-through `MeshModel` (prefill of the whole prompts, then one decode step a token) → `Row`.
+through `MeshModel` (prefill of the whole prompts, insert where decoding has another layout, then one decode
+step a token) → `Row`.
 
 Worked example: batch 3, prompt_tokens 5: rows of 5, 4 and 3 tokens, in prompts of 12. The prefill writes
 positions 0 to 11 of all rows; the first decode step feeds the tokens at positions 4, 3 and 2 again, and from
@@ -29,10 +30,11 @@ from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_para
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import Case, Factors
 from inference_engine.checking.tolerance import tolerance
-from inference_engine.model import Model, OneDeviceModel
-from layers.collectives.mode import CollectiveConfig
+from inference_engine.model import OneDeviceModel
+from inference_engine.steps import Models
+from layers.cache_insert import insert_row
 from layers.kv_cache import KVCache
-from layers.layout import Layout, ShardingConfig
+from layers.layout import WeightStorage
 from layers.mesh_shape import MeshShape
 from layers.params import Params
 from layers.serial import ForwardOptions
@@ -96,21 +98,29 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) -> Program:
+def _program(models: Models, params: Params, batch: int, prompt: int, steps: int) -> Program:
     """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
 
     forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
     """
-    shape = model.cache_shape(batch, prompt + steps)
-    stacked = not isinstance(params.layers, tuple)
+    model, stacked = models.decode, not isinstance(params.layers, tuple)
 
-    def empty() -> KVCache:
-        return KVCache.zeros(shape, jnp.dtype(model.options.activation_dtype), stacked=stacked)
+    def empty() -> tuple[KVCache, KVCache]:
+        dtype = jnp.dtype(model.options.activation_dtype)
+        shapes = [each.cache_shape(batch, prompt + steps) for each in models]
+        prefix, cache = (KVCache.zeros(shape, dtype, stacked=stacked) for shape in shapes)
+        return prefix, cache
 
     def run(
-        params: Params, cache: KVCache, prompts: jax.Array, last: jax.Array, forced: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        _, cache = model.forward(params, prompts, jnp.zeros((), jnp.int32), cache)
+        params: Params,
+        caches: tuple[KVCache, KVCache],
+        prompts: jax.Array,
+        last: jax.Array,
+        forced: jax.Array,
+    ) -> tuple[jax.Array, tuple[KVCache, KVCache]]:
+        prefix, cache = caches
+        _, prefix = models.prefill.forward(params, prompts, jnp.zeros((), jnp.int32), prefix)
+        cache = _inserted(models, prefix, cache, batch)
         first = jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0]
 
         def step(carry: Carry, forced_now: jax.Array) -> tuple[Carry, jax.Array]:
@@ -123,10 +133,9 @@ def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) 
             return (jnp.where(forced_now < 0, greedy, forced_now), position + 1, cache), logits
 
         (_, _, cache), logits = lax.scan(step, (first, last, cache), forced.T)
-        return logits, cache
+        return logits, (prefix, cache)
 
-    cache = jax.eval_shape(empty)
-    cache_specs = model.cache_specs(cache)
+    cache_specs = tuple(each.cache_specs(c) for each, c in zip(models, jax.eval_shape(empty), strict=True))
     in_specs = (model.param_specs(params), cache_specs, P(), P(), P())
     out_specs = (P(None, None, model.vocab_axes or None), cache_specs)
     program = jax.jit(
@@ -136,12 +145,24 @@ def _program(model: Model, params: Params, batch: int, prompt: int, steps: int) 
         donate_argnums=1,
         compiler_options=compiler_options(jax.default_backend()),
     )
-    make_cache = jax.jit(empty, out_shardings=model.placed(cache_specs))
+    make_caches = jax.jit(empty, out_shardings=model.placed(cache_specs))
 
     def call(params: Params, prompts: np.ndarray, last: np.ndarray, forced: np.ndarray) -> jax.Array:
-        return program(params, make_cache(), prompts, last, forced)[0]
+        return program(params, make_caches(), prompts, last, forced)[0]
 
     return call
+
+
+def _inserted(models: Models, prefix: KVCache, cache: KVCache, batch: int) -> KVCache:
+    """Each row of the prefix in the slot of the same number; the prefix itself where the layouts agree."""
+    source, target = models.prefill.attention, models.decode.attention
+    if source == target:
+        return prefix
+
+    def insert(row: jax.Array, cache: KVCache) -> KVCache:
+        return insert_row(cache, prefix, row, row, target, source, models.decode.padded_kv_heads)
+
+    return lax.fori_loop(0, batch, insert, cache)
 
 
 class Checker:
@@ -155,7 +176,8 @@ class Checker:
         longest: int = max(Factors().prompt_tokens),
         steps: int = DECODE_STEPS,
     ) -> None:
-        self.state, self.shape, self.mesh, self.longest, self.steps = state, shape, mesh, longest, steps
+        self.state, self.shape, self.mesh, self.steps = state, shape, mesh, steps
+        self.longest = math.ceil(longest / shape.size) * shape.size  # any layout can split it
         self._params = functools.lru_cache(COPIES_HELD)(self._load)
         self._reference = functools.cache(self._run_reference)
         self._reference_program = functools.cache(self._compile_reference)
@@ -165,25 +187,21 @@ class Checker:
         rows, prompt_tokens = case.batch, case.prompt_tokens
         forced, reference = self._reference(case.weights, case.activation_dtype, prompt_tokens)
         forced, reference = forced[:rows], reference[:, :rows]
-        model = MeshModel(
-            self.state.hparams,
-            self.shape,
-            self.mesh,
-            ShardingConfig(
-                case.layout,
-                case.attn_all_to_all,
-                CollectiveConfig(case.collectives, case.reduce_dtype),
-            ),
-            ForwardOptions(case.activation_dtype),
+        options = ForwardOptions(case.activation_dtype)
+        models = Models(
+            *(
+                MeshModel(self.state.hparams, self.shape, self.mesh, sharding, options)
+                for sharding in (case.prefill, case.decode)
+            )
         )
-        params = self._params(case.weights, case.layout)
+        params = self._params(case.weights, case.layout.form.storage)
         inputs = _inputs(prompt_tokens, self.longest, rows, self.state.hparams.vocab)
-        program = _program(model, params, rows, self.longest, self.steps)
+        program = _program(models, params, rows, self.longest, self.steps)
         logits = np.asarray(program(params, inputs.prompts, inputs.last, forced))
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
 
-    def _load(self, weights: str, layout: Layout | None) -> Params:
-        placement = None if layout is None else MeshPlacement(layout.form.storage, self.shape, self.mesh)
+    def _load(self, weights: str, storage: WeightStorage | None) -> Params:
+        placement = None if storage is None else MeshPlacement(storage, self.shape, self.mesh)
         return load_params(self.state, LoadOptions(WeightsDtype(weights), placement=placement))
 
     def _run_reference(
@@ -199,7 +217,7 @@ class Checker:
     def _compile_reference(self, weights: str, activation_dtype: str) -> tuple[Program, Params]:
         model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
         params = self._params(weights, None)
-        return _program(model, params, LARGEST_BATCH, self.longest, self.steps), params
+        return _program(Models(model, model), params, LARGEST_BATCH, self.longest, self.steps), params
 
 
 def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:

@@ -49,9 +49,15 @@ def check_plan(flags: Flags) -> CheckPlan:
 
 
 def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
-    """Factors that a flag names one value of."""
+    """Factors that a flag names one value of; --layout names decoding's and prefill's."""
+    given = {name: flags[name] for name in flags.given}
+    layouts = {
+        "layout": given.get("decode_layout", given.get("layout")),
+        "prefill_layout": given.get("prefill_layout", given.get("layout")),
+    }
     made = {
-        "layout": Layout, "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
+        "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
         "weights": str, "activation_dtype": str, "reduce_dtype": str,
     }  # fmt: skip
-    return {name: (make(flags[name]),) for name, make in made.items() if name in flags.given}
+    others = {name: (make(given[name]),) for name, make in made.items() if name in given}
+    return {name: (Layout(value),) for name, value in layouts.items() if value is not None} | others

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from checkpoints.formats import open_checkpoint
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
-from inference_engine.checking.cases import Factors, all_cases, covering_cases
+from inference_engine.checking.cases import Factors, all_cases, covering_cases, illegal_settings
 from inference_engine.checking.run import DECODE_STEPS, Checker, Row
 from inference_engine.cli.check_plan import CheckPlan
 from inference_engine.cli.check_table import table
@@ -89,9 +89,13 @@ def run(plan: CheckPlan, interrupts: Interrupts) -> int:
     path = plan.model.checkpoint or default_checkpoint()
     state = open_checkpoint(path, ReaderOptions(plan.model.gamma_offset)).state
     check_model(state.hparams, plan.shape)
-    checker = Checker(state, plan.shape, make_mesh(plan.shape), steps=_steps(state.hparams.max_positions))
+    checker = Checker(state, plan.shape, make_mesh(plan.shape))
+    checker.steps = _steps(state.hparams.max_positions, checker.longest)
     factors, illegal = legal(state, plan.factors)
-    cases = list(all_cases(factors)) if plan.exhaustive else covering_cases(factors)
+    illegal += illegal_settings(factors, plan.shape)
+    cases = list(all_cases(factors, plan.shape)) if plan.exhaustive else covering_cases(factors, plan.shape)
+    if not cases:
+        raise UserError(f"nothing to check on mesh {plan.shape}: {illegal[0][0]}: {illegal[0][1]}")
     outcome = _Outcome(plan, len(cases), illegal)
     with (
         interrupts.closing(outcome.interrupted),
@@ -107,9 +111,9 @@ def run(plan: CheckPlan, interrupts: Interrupts) -> int:
     return 0 if outcome.ok else 1
 
 
-def _steps(max_positions: int | None) -> int:
+def _steps(max_positions: int | None, longest: int) -> int:
     """Decode steps that the model's positions have room for."""
-    room = DECODE_STEPS if max_positions is None else max_positions - max(Factors().prompt_tokens)
+    room = DECODE_STEPS if max_positions is None else max_positions - longest
     if room < 1:
         raise UserError(f"a model of {max_positions} positions has no room for the prompts of a check")
     return min(DECODE_STEPS, room)

@@ -2,7 +2,7 @@
 
 Worked example: a row is
 
-    1d     yzx        latency     int8     float32    float32  3     5      2.1e-06 equal  0    ok
+    2d     gathered_xy yzx latency     int8 f32 f32 3    5   2.1e-06 equal  0    ok
 """
 
 import io
@@ -13,9 +13,10 @@ from inference_engine.cli.terminal import Stream
 
 WIDTH = 100
 _NAMES = (
-    "layout", "all-to-all", "collectives", "weights", "activation", "reduce", "batch", "prompt", "error",
-    "tokens", "ties", "",
+    "decode", "prefill", "a2a", "collectives", "wts", "act", "sum", "rows", "len", "error", "tokens", "ties",
+    "",
 )  # fmt: skip
+_SHORT = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -27,8 +28,8 @@ def table(rows: Sequence[Row]) -> str:
     for name in _NAMES:
         shown.add_column(name, no_wrap=True)
     for row in rows:
-        case = row.to_json()
-        settings = [str(case[key]) for key in list(case)[:8]]
+        case = row.case.to_json()
+        settings = [_SHORT.get(str(value), str(value)) for value in case.values()]
         outcome = ("[green]ok[/]",) if row.ok else ("[bold red]DIFFERS[/]",)
         tokens = "equal" if row.tokens_equal else "differ"
         shown.add_row(*settings, f"{row.max_rel_err:.1e}", tokens, str(row.ties), *outcome)

@@ -19,9 +19,11 @@ import jax
 
 from inference_engine.cli.generate_plan import GeneratePlan
 from inference_engine.cli.interrupts import Interrupts
+from inference_engine.cli.mesh_flags import chunk_multiple
 from inference_engine.cli.model import (
     OpenedModel,
     default_activation_dtype,
+    lay_out,
     load_engine,
     open_model,
     out_of_memory,
@@ -48,8 +50,13 @@ def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
     """
     model = open_model(plan.model, plan.mesh)
     activations = default_activation_dtype(model.load.weights)
-    config = plan.engine.resolve(model.hparams.max_positions, plan.top_logprobs, activations)
+    config = plan.engine.resolve(
+        model.hparams.max_positions, plan.top_logprobs, activations, chunk_multiple(plan.mesh)
+    )
     config.check_model(model.hparams)
+    model = lay_out(model, config)
+    for reason in () if model.layouts is None else model.layouts.reasons:
+        note("auto", reason, "dim")
     fitted = fit_all(plan, model, config)
     generator = Generator(load_engine(model, config, interrupts), model.tokenizer)
     try:
@@ -192,5 +199,7 @@ def _report(generator: Generator, model: OpenedModel) -> RunReport:
         step_milliseconds=stats.step_milliseconds,
         weight_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params)),
         cache_bytes=engine.cache_bytes // chips,
-        mesh="" if model.mesh is None else model.mesh.words(),
+        mesh=model.words(),
+        insert_bytes=model.insert_bytes(engine.config),
+        insert_milliseconds=stats.insert_milliseconds,
     )

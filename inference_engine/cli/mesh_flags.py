@@ -5,13 +5,14 @@ nothing.
 
 Data flow: flags → `mesh_options` → `MeshOptions` → `runtime.start_jax` (devices), `model.open_model`.
 
-Worked example: `--mesh 4,2,1 --layout 1d` is MeshShape(4, 2, 1), on a CPU of 8 host devices, with 1D weights
-and the defaults of `ShardingConfig` beside.
+Worked example: `--mesh 4,2,1 --layout 1d` is MeshShape(4, 2, 1), on a CPU of 8 host devices, with prefill and
+decoding in 1D and the defaults of `LayoutRequest` beside.
 """
 
 import dataclasses
 
 from inference_engine.cli.options import Flags, Group, Kind, Option
+from inference_engine.layout_choice import LayoutRequest, Layouts
 from layers.collectives.mode import REDUCE_DTYPES, CollectiveConfig, CollectiveMode
 from layers.errors import UserError
 from layers.layout import AttnAllToAll, Layout, ShardingConfig
@@ -19,39 +20,46 @@ from layers.mesh_shape import MeshShape
 
 MESH = "mesh"
 CUBE = "2,2,2"
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshOptions:
-    """A mesh and how the model lies on it."""
+    """A mesh and how the model is to lie on it."""
 
     shape: MeshShape
-    sharding: ShardingConfig
+    layouts: LayoutRequest
 
-    def words(self) -> str:
-        """One phrase for the last line of a run."""
-        sharding = self.sharding
-        parts = (
-            f"mesh {self.shape}",
-            f"layout {sharding.layout.value}",
-            f"all-to-all {sharding.attn_all_to_all.value}",
-            sharding.collectives.mode.value,
-        )
-        return ", ".join(parts)
+
+def mesh_words(shape: MeshShape, layouts: Layouts) -> str:
+    """One phrase for the last line of a run."""
+    decode, prefill = layouts.decode, layouts.prefill
+    before = "" if prefill.layout is decode.layout else f"{prefill.layout.value} → "
+    parts = (
+        f"mesh {shape}",
+        f"layout {before}{decode.layout.value}",
+        f"all-to-all {decode.attn_all_to_all.value}",
+        decode.collectives.mode.value,
+    )
+    return ", ".join(parts)
 
 
 def mesh_group(default_mesh: str = "", *, every_value: bool = False) -> Group:
     """The flags. `every_value`: where one is not given, all of its values take part, as in `check`."""
     defaults = ShardingConfig()
     unset = "every one" if every_value else ""
+    layouts = tuple(value.value for value in Layout) + (() if every_value else (AUTO,))
     return Group(
         "Mesh",
         (
             Option(MESH, "chips along x, y and z; a CPU shows as many host devices", metavar="X,Y,Z",
                    shown_default=default_mesh or "one device, no mesh"),
-            Option("layout", "weights split by column over all chips, or by column and row", Kind.CHOICE,
-                   choices=tuple(value.value for value in Layout),
-                   shown_default=unset or defaults.layout.value),
+            Option("layout", "where weights and activations lie, in prefill and in decoding", Kind.CHOICE,
+                   choices=layouts, shown_default=unset or defaults.layout.value),
+            Option("prefill_layout", "that of prefill alone, over the same copy of the weights",
+                   Kind.CHOICE, choices=layouts, shown_default=unset or "--layout"),
+            Option("decode_layout", "that of decoding alone", Kind.CHOICE, choices=layouts,
+                   shown_default=unset or "--layout"),
             Option("attn_all_to_all", "mesh axes that attention splits the batch over", Kind.CHOICE,
                    choices=tuple(value.value for value in AttnAllToAll),
                    shown_default=unset or defaults.attn_all_to_all.value),
@@ -83,9 +91,22 @@ def mesh_options(flags: Flags) -> MeshOptions | None:
         CollectiveMode(flags["collectives"] or defaults.collectives.mode),
         flags["reduce_dtype"] or defaults.collectives.reduce_dtype,
     )
-    sharding = ShardingConfig(
-        Layout(flags["layout"] or defaults.layout),
+    request = LayoutRequest(
+        _layout(flags["prefill_layout"] or flags["layout"]),
+        _layout(flags["decode_layout"] or flags["layout"]),
         AttnAllToAll(flags["attn_all_to_all"] or defaults.attn_all_to_all),
         collectives,
     )
-    return MeshOptions(MeshShape.parse(flags[MESH]), sharding)
+    return MeshOptions(MeshShape.parse(flags[MESH]), request)
+
+
+def chunk_multiple(mesh: MeshOptions | None) -> int:
+    """What prefill chunks must be multiples of, for the prefill layout asked for to split their time."""
+    if mesh is None or mesh.layouts.prefill is None:
+        return 1
+    return mesh.shape.over(mesh.layouts.prefill.form.time)
+
+
+def _layout(text: str | None) -> Layout | None:
+    """The layout, the default for nothing, None for `auto`."""
+    return None if text == AUTO else Layout(text or ShardingConfig().layout)

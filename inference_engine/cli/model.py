@@ -21,12 +21,14 @@ from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.memory import available_bytes, check_memory
-from inference_engine.cli.mesh_flags import MeshOptions
+from inference_engine.cli.mesh_flags import MeshOptions, mesh_words
 from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.model import Model, OneDeviceModel
+from inference_engine.layout_choice import Layouts, Workload, choose_layouts
+from inference_engine.model import OneDeviceModel
+from inference_engine.steps import Models
 from inference_engine.tokenizer import (
     NUM_BYTES,
     ByteTokenizer,
@@ -34,7 +36,9 @@ from inference_engine.tokenizer import (
     Tokenizer,
     check_vocab_fits,
 )
+from layers.communication import ElementBytes, insert_elements
 from layers.errors import UserError
+from layers.head_order import padded_form
 from layers.hparams import HParams
 from layers.mesh import make_mesh
 from layers.partitioning import check_model
@@ -42,6 +46,7 @@ from layers.serial import ForwardOptions
 from layers.transformer import MeshModel
 
 BFLOAT16_BYTES = 2
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -53,18 +58,41 @@ class OpenedModel:
     tokenizer: Tokenizer
     load: LoadOptions
     mesh: MeshOptions | None = None
+    layouts: Layouts | None = None
 
     @property
     def hparams(self) -> HParams:
         """The model's form."""
         return self.state.hparams
 
-    def runs_as(self, options: ForwardOptions) -> Model:
+    def runs_as(self, options: ForwardOptions) -> Models:
         """The model on its device or mesh."""
-        if self.mesh is None or self.load.placement is None:
-            return OneDeviceModel(self.hparams, options)
+        if self.layouts is None or self.load.placement is None:
+            model = OneDeviceModel(self.hparams, options)
+            return Models(model, model)
         place = self.load.placement
-        return MeshModel(self.hparams, place.shape, place.mesh, self.mesh.sharding, options)
+        return Models(
+            *(
+                MeshModel(self.hparams, place.shape, place.mesh, sharding, options)
+                for sharding in (self.layouts.prefill, self.layouts.decode)
+            )
+        )
+
+    def insert_bytes(self, config: EngineConfig) -> int:
+        """Bytes that a chip moves to put one prefilled prompt into its slot; 0 on one device."""
+        if self.mesh is None or self.layouts is None:
+            return 0
+        padded, layouts = padded_form(self.hparams, self.mesh.shape), self.layouts
+        elements = insert_elements(
+            padded, self.mesh.shape, layouts.prefill, layouts.decode, config.cache_time
+        )
+        return round(elements * ELEMENT_BYTES[config.activation_dtype])
+
+    def words(self) -> str:
+        """Mesh and layouts in a phrase; nothing for one device."""
+        if self.mesh is None or self.layouts is None:
+            return ""
+        return mesh_words(self.mesh.shape, self.layouts)
 
 
 def default_checkpoint() -> Path:
@@ -85,14 +113,30 @@ def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> Opened
     weights = WeightsDtype(options.weights or default_weights(opened.state))
     auto = options.layers is LayersForm.AUTO and on_cpu() and mesh is None
     stacked = not (auto or options.layers is LayersForm.UNROLLED)
-    placement = None if mesh is None else place(opened.state.hparams, mesh)
-    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked, placement), mesh)
+    if mesh is not None:
+        check_model(opened.state.hparams, mesh.shape)
+        make_mesh(mesh.shape)
+    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked), mesh)
 
 
-def place(hparams: HParams, mesh: MeshOptions) -> MeshPlacement:
-    """Where the weights go; raises UserError if the mesh fits neither the devices nor the model."""
-    check_model(hparams, mesh.shape)
-    return MeshPlacement(mesh.sharding.layout.form.storage, mesh.shape, make_mesh(mesh.shape))
+def lay_out(model: OpenedModel, config: EngineConfig) -> OpenedModel:
+    """The model with its layouts on the mesh decided, for the sizes of an engine; one device stays as it is.
+
+    Raises UserError for layouts that cannot run together.
+    """
+    if model.mesh is None:
+        return model
+    sizes = ElementBytes(
+        weights=ELEMENT_BYTES[model.load.weights.value],
+        activations=ELEMENT_BYTES[config.activation_dtype],
+        sums=ELEMENT_BYTES[model.mesh.layouts.collectives.reduce_dtype],
+    )
+    work = Workload(config.slots, config.prefill_rows, config.prefill_chunk, sizes)
+    layouts = choose_layouts(model.mesh.layouts, model.hparams, model.mesh.shape, work)
+    shape = model.mesh.shape
+    placement = MeshPlacement(layouts.decode.layout.form.storage, shape, make_mesh(shape))
+    load = dataclasses.replace(model.load, placement=placement)
+    return dataclasses.replace(model, load=load, layouts=layouts)
 
 
 def on_cpu() -> bool:
@@ -117,7 +161,8 @@ def load_engine(model: OpenedModel, config: EngineConfig, interrupts: Interrupts
             params = load_params(model.state, model.load, update)
         with phase("compiling", interrupts):
             options = ForwardOptions(config.activation_dtype)
-            return Engine(model.runs_as(options), params, config)
+            models = model.runs_as(options)
+            return Engine(models.decode, params, config, models.prefill)
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, model, config) from None
 

@@ -8,6 +8,7 @@ EngineOptions(slots=8).
 
 import dataclasses
 import enum
+import math
 from pathlib import Path
 
 from inference_engine.cli.options import Flags, Group, Kind, Option
@@ -65,18 +66,23 @@ class EngineOptions:
     prefill_chunk: int | None = None
     activation_dtype: str | None = None
 
-    def resolve(self, max_positions: int | None, top_logprobs: int, activation_dtype: str) -> EngineConfig:
+    def resolve(
+        self, max_positions: int | None, top_logprobs: int, activation_dtype: str, chunk_multiple: int = 1
+    ) -> EngineConfig:
         """The engine's settings for a model of `max_positions` on a device that likes `activation_dtype`.
+
+        A prefill chunk that was not asked for is made of whole `chunk_multiple`s.
 
         Raises UserError: a size below 1.
         """
         limit = max_positions or self.config.max_context
         context = self.max_context or min(self.config.max_context, limit)
+        chunk = min(self.config.prefill_chunk, context)
         return dataclasses.replace(
             self.config,
             slots=self.slots or self.config.slots,
             max_context=context,
-            prefill_chunk=self.prefill_chunk or min(self.config.prefill_chunk, context),
+            prefill_chunk=self.prefill_chunk or math.ceil(chunk / chunk_multiple) * chunk_multiple,
             top_logprobs=top_logprobs,
             activation_dtype=self.activation_dtype or activation_dtype,
         )

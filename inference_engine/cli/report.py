@@ -24,6 +24,8 @@ class RunReport:
       step_milliseconds: time of a decode step, which gives each text in it one token.
       weight_bytes, cache_bytes: on the device, or on each chip of the mesh.
       mesh: the mesh and the layout; empty for one device.
+      insert_bytes, insert_milliseconds: of one prompt's way into its slot, on a mesh: what a chip moves, and
+        the mean time.
     """
 
     platform: str
@@ -38,6 +40,8 @@ class RunReport:
     weight_bytes: int
     cache_bytes: int
     mesh: str = ""
+    insert_bytes: int = 0
+    insert_milliseconds: float = 0.0
 
     def line(self) -> str:
         """The line."""
@@ -49,11 +53,15 @@ class RunReport:
                 *((self.mesh,) if self.mesh else ()),
                 f"{quantity(self.parameters)} parameters, {dtypes}",
                 f"prefill {_rate(self.prefill_rate)}",
+                *((self._insert(),) if self.mesh else ()),
                 f"decode {_rate(self.decode_rate)}, {self.step_milliseconds:.2f} ms/token",
                 f"weights {quantity(self.weight_bytes)}B, cache {quantity(self.cache_bytes)}B"
                 + (" a chip" if self.mesh else ""),
             )
         )
+
+    def _insert(self) -> str:
+        return f"insert {quantity(self.insert_bytes)}B a chip, {self.insert_milliseconds:.2f} ms"
 
 
 def quantity(number: int) -> str:

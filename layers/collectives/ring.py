@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 AxisName = str | tuple[str, ...]
 Index = int | Int[Array, ""]
@@ -89,7 +89,7 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
-def after(x: Float[Array, "..."], *earlier: Array) -> Float[Array, "..."]:
+def after(x: Num[Array, "..."], *earlier: Array) -> Num[Array, "..."]:
     """x, but whatever reads it is scheduled behind the computation of `earlier`."""
     return lax.optimization_barrier((x, *earlier))[0]
 
