@@ -91,7 +91,7 @@ def traffic(terms: Iterable[Term]) -> dict[Collective, float]:
 
 def moved_bytes(terms: Iterable[Term], sizes: ElementBytes) -> float:
     """Bytes that a chip moves."""
-    return sum(term.elements * getattr(sizes, term.carries.value) for term in terms)
+    return float(sum(term.elements * getattr(sizes, term.carries.value) for term in terms))
 
 
 def _over(elements: int | float, chips: int) -> float:

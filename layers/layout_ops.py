@@ -9,7 +9,7 @@ Data flow of a layer: gather → (norm) → project_in, project_kv → (attentio
 Worked example: 2D on 2,2,2: x [b, t, 30] → gather [b, t, 120] → project_in [1, b, t, 272].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -49,8 +49,8 @@ class LayoutOps(Protocol):
     def project_in(self, n: jax.Array, matrix: jax.Array, layer: Index | None, finish: Finish) -> Any:
         """n times the columns of this chip's chunks, each group of them through `finish` at once."""
 
-    def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index | None) -> jax.Array:
-        """[chunks, batch, time, rows] → float32 in the residual's sharding."""
+    def project_out(self, h: Sequence[jax.Array], matrix: jax.Array, layer: Index | None) -> jax.Array:
+        """Rows in parts, side by side in a chunk, [chunks, batch, time, rows] each → float32 residual."""
 
     def project_kv(self, n: jax.Array, matrix: jax.Array) -> jax.Array:
         """n → float32 columns of k and v, unreduced over the axes that split heads or trade them."""

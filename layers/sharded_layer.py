@@ -12,7 +12,7 @@ W0 and W1, so n·wi ends with 256 + 2304 columns.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,8 +97,8 @@ class ShardedLayer:
         )
         a = _as_chunks(gather_rows(a, self.attention, q.shape[0]), len(columns.q))
         if hparams.fused:
-            return x + self._out(jnp.concatenate([a, columns.m], axis=-1), weights.wo, weights.bo), cache
-        attention = self._after(self._out(a, weights.wo, weights.bo), weights.post_norm)
+            return x + self._out([a, columns.m], weights.wo, weights.bo), cache
+        attention = self._after(self._out([a], weights.wo, weights.bo), weights.post_norm)
         mlp = self._mlp(x, gathered, attention)
         return x + attention + mlp, cache
 
@@ -109,7 +109,7 @@ class ShardedLayer:
             gathered = self.ops.gather(x + attention)
         n = self._norm(gathered, weights.norm2, self.ops.embed_axes)
         m = self._project(n, weights.wi_ff, weights.bi_ff, functools.partial(ff_hidden, self.hparams.act))
-        return self._after(self._out(m, weights.wo_ff, weights.bo_ff), weights.post_norm2)
+        return self._after(self._out([m], weights.wo_ff, weights.bo_ff), weights.post_norm2)
 
     def _vector(self, vector: jax.Array) -> jax.Array:
         """This layer's entry of a stack of small arrays."""
@@ -158,14 +158,14 @@ class ShardedLayer:
         """[chunks of the mesh, width] → [groups, chunks, width] of this chip."""
         return None if vector is None else held_chunks(self._vector(vector), self.ops.form.held)
 
-    def _out(self, h: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+    def _out(self, h: Sequence[jax.Array], weight: Weight, bias: jax.Array | None) -> jax.Array:
         """An output projection: scales and biases are [embed] and sliced as the residual is."""
         y = self.ops.project_out(h, _matrix(weight), self.index)
         if isinstance(weight, Int8Weight):
             y = y * trailing(local_part(self._vector(weight.scale), self.ops.form.embed, 0), y.ndim)
         if bias is not None:
             y = y + trailing(local_part(self._vector(bias), self.ops.form.embed, 0), y.ndim)
-        return y.astype(h.dtype)
+        return y.astype(h[0].dtype)
 
     def _queries(self, q: jax.Array, step: StepTokens) -> jax.Array:
         """[chunks, batch, time, heads of a chunk · qkv] → [batch, time, heads, qkv], normed and rotated."""

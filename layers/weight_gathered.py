@@ -19,7 +19,7 @@ the heads; per layer it receives 3 of 4 shards of each matrix.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,13 +78,14 @@ class WeightGathered:
             collected.put(finish(products, group), group)
         return collected.chunks()
 
-    def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index | None) -> jax.Array:
-        """h [chunks, batch, time, rows] → float32 in the residual's sharding."""
+    def project_out(self, h: Sequence[jax.Array], matrix: jax.Array, layer: Index | None) -> jax.Array:
+        """Parts [chunks, batch, time, rows], joined group by group → float32 in the residual's sharding."""
         shard, inner, outer = self._operands(matrix, layer)
-        grouped = h.reshape(outer.size, inner.size, *h.shape[1:])
-        side_by_side = _PartsOfEmbed(h, inner.size * shard.shape[2])
+        grouped = [part.reshape(outer.size, inner.size, *part.shape[1:]) for part in h]
+        side_by_side = _PartsOfEmbed(h[0], inner.size * shard.shape[2])
         for group, held, fence in groups(shard, outer, self.config.mode):
-            side_by_side.h = lax.dynamic_index_in_dim(grouped, group, keepdims=False)
+            mine = [lax.dynamic_index_in_dim(part, group, keepdims=False) for part in grouped]
+            side_by_side.h = jnp.concatenate(mine, axis=-1)
             walk(held, inner, self.config.mode, side_by_side.visit)
             fence.set(side_by_side.total)
         return reduce_scatter(side_by_side.total, self._rest, self.config.reduce_dtype, dimension=2)

@@ -21,7 +21,7 @@ Worked example: embed 240 on 2,2,2 in 2D: x [b, t, 30] → [b, t, 120] → q | W
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,11 @@ def _own_kv_columns(n: jax.Array, matrix: jax.Array) -> jax.Array:
     """n [batch, time, embed.X] → this chip's slice of embed times its rows, {x, y, z unreduced}."""
     mine = local_part(n, ("y", "z"), 2)  # [batch, time, embed.XYZ]
     return jnp.einsum("bte,ec->btc", mine, matrix.astype(n.dtype), preferred_element_type=jnp.float32)
+
+
+def _only_chunk(parts: Sequence[jax.Array]) -> jax.Array:
+    """Parts [1, batch, time, rows] side by side."""
+    return jnp.concatenate([part[0] for part in parts], axis=-1) if len(parts) > 1 else parts[0][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +77,9 @@ class WeightStationary2D:
         """Multiplies by columns.YZ and reduce-scatters them over x."""
         return finish(matmul_reducescatter(n, matrix, "x", self.config, layer=layer)[None], 0)
 
-    def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index | None) -> jax.Array:
+    def project_out(self, h: Sequence[jax.Array], matrix: jax.Array, layer: Index | None) -> jax.Array:
         """Gathers rows over x while multiplying, then reduce-scatters over y and z."""
-        total = allgather_matmul(h[0], matrix, "x", self.config, layer=layer)
+        total = allgather_matmul(_only_chunk(h), matrix, "x", self.config, layer=layer)
         for axis, dimension in self._dims.items():
             total = reduce_scatter(total, axis, self.config.reduce_dtype, dimension=dimension)
         return total
@@ -112,9 +117,9 @@ class WeightStationary1D:
         """Gathers embed over x while multiplying."""
         return finish(allgather_matmul(n, matrix, "x", self.config, layer=layer)[None], 0)
 
-    def project_out(self, h: jax.Array, matrix: jax.Array, layer: Index | None) -> jax.Array:
+    def project_out(self, h: Sequence[jax.Array], matrix: jax.Array, layer: Index | None) -> jax.Array:
         """Multiplies, reduce-scatters embed over x, then sums over y and z."""
-        partial = matmul_reducescatter(h[0], matrix, "x", self.config, layer=layer)
+        partial = matmul_reducescatter(_only_chunk(h), matrix, "x", self.config, layer=layer)
         return all_reduce(partial, ("y", "z"), self.config.reduce_dtype)
 
     def project_kv(self, n: jax.Array, matrix: jax.Array) -> jax.Array:

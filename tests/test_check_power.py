@@ -17,7 +17,7 @@ from jax import lax
 from checkpoints.synthetic import synthetic_state
 from inference_engine.checking.cases import Case
 from inference_engine.checking.run import Checker, Row
-from layers import attn_all_to_all, sharded_layer, transformer
+from layers import attn_all_to_all, cache_insert, sharded_layer, transformer, weight_gathered
 from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveMode
 from layers.collectives.reductions import all_reduce, reduce_scatter
@@ -40,7 +40,7 @@ GROUPED = HParams(
 MULTIQUERY = dataclasses.replace(GROUPED, kv_heads=1, windows=(), biases=frozenset())
 SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPlacement.TWO)
 
-ONE_D = Layout.WEIGHT_STATIONARY_1D
+ONE_D, TWO_D = Layout.WEIGHT_STATIONARY_1D, Layout.WEIGHT_STATIONARY_2D
 _CASE = Case(
     Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
     "float32", "float32", "float32", batch=8, prompt_tokens=5,
@@ -50,6 +50,16 @@ BY_HEADS = dataclasses.replace(
     _CASE, layout=ONE_D, prefill_layout=ONE_D, attn_all_to_all=AttnAllToAll.NONE, batch=3
 )
 INT8 = dataclasses.replace(_CASE, weights="int8", attn_all_to_all=AttnAllToAll.AXES_YZ)
+GATHERED_XY = dataclasses.replace(
+    _CASE, layout=Layout.WEIGHT_GATHERED_XY, prefill_layout=Layout.WEIGHT_GATHERED_XY,
+    attn_all_to_all=AttnAllToAll.AXIS_Z, collectives=CollectiveMode.THROUGHPUT,
+)  # fmt: skip
+GATHERED_INT8 = dataclasses.replace(GATHERED_XY, weights="int8")
+LONG_PROMPT = dataclasses.replace(BY_HEADS, layout=TWO_D, prefill_layout=Layout.WEIGHT_GATHERED_XYZ_TIME)
+TWO_LAYOUTS = dataclasses.replace(BY_HEADS, layout=TWO_D, prefill_layout=Layout.WEIGHT_GATHERED_XY)
+BATCH_Z = dataclasses.replace(
+    _CASE, layout=Layout.WEIGHT_STATIONARY_2D_BATCH_Z, prefill_layout=Layout.WEIGHT_STATIONARY_2D_TIME_Z
+)
 Where = tuple[HParams, Case]
 Patch = tuple[Any, str, Callable[..., Any]]
 
@@ -68,7 +78,14 @@ def outcome(where: Where) -> Row:
 
 _my_rows, _reduce_kv, _gather_rows = transformer.my_rows, sharded_layer.reduce_kv, sharded_layer.gather_rows
 _step_tokens, _call, _in = MeshModel._step_tokens, ShardedLayer.__call__, ShardedLayer._in
-_my_kv_heads, _logits = attn_all_to_all.my_kv_heads, MeshModel.logits
+_logits = MeshModel.logits
+_put, _visit_in, _visit_out = (
+    weight_gathered._Groups.put, weight_gathered._SumOfParts.visit, weight_gathered._PartsOfEmbed.visit
+)  # fmt: skip
+_gathered_out, _walk = weight_gathered.WeightGathered.project_out, weight_gathered.walk
+_beside, _all_times = sharded_layer._beside, sharded_layer.all_times
+_moved_heads, _overwrite = cache_insert._moved_heads, cache_insert._overwrite
+_embedding = WeightStationary2D.reduce_embedding
 
 
 def _step(change: Callable[[MeshModel, jax.Array, Any], Any]) -> Patch:
@@ -107,16 +124,16 @@ def _local_norm(x: jax.Array, params: Any, kind: Any, eps: float, axes: tuple[st
     return scale_and_shift(wide * lax.rsqrt(square + eps), mine).astype(x.dtype)
 
 
-def _one_plane_of_z(self: WeightStationary1D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
+def _one_plane_of_z(self: WeightStationary1D, h: Any, matrix: jax.Array, layer: Any) -> jax.Array:
     """The sum over y and z without the terms of half of the chips."""
-    partial = matmul_reducescatter(h[0], matrix, "x", self.config, layer=layer)
+    partial = matmul_reducescatter(jnp.concatenate(h, axis=-1)[0], matrix, "x", self.config, layer=layer)
     kept = jnp.where(lax.axis_index("z") == 0, partial, jnp.zeros_like(partial))
     return all_reduce(kept, ("y", "z"), "float32")
 
 
-def _z_not_reduced(self: WeightStationary2D, h: jax.Array, matrix: jax.Array, layer: Any) -> jax.Array:
+def _z_not_reduced(self: WeightStationary2D, h: Any, matrix: jax.Array, layer: Any) -> jax.Array:
     """Each chip of z keeps its own partial sum."""
-    partial = allgather_matmul(h[0], matrix, "x", self.config, layer=layer)
+    partial = allgather_matmul(jnp.concatenate(h, axis=-1)[0], matrix, "x", self.config, layer=layer)
     return local_part(reduce_scatter(partial, "y", "float32", dimension=2), ("z",), 2)
 
 
@@ -151,6 +168,43 @@ def _first_chunk(bias: Any) -> Any:
     return None if bias is None else jnp.broadcast_to(bias[..., :1, :], bias.shape)
 
 
+def _next_group(self: Any, finished: Any, group: Any) -> None:
+    _put(self, finished, (group + 1) % self.count)
+
+
+def _next_part(self: Any, piece: jax.Array, index: Any, part: Any) -> jax.Array:
+    return _visit_in(self, piece, (index + 1) % self.parts.shape[2], part)
+
+
+def _next_embed(self: Any, piece: jax.Array, index: Any, part: Any) -> jax.Array:
+    count = self.total.shape[2] // piece.shape[2]
+    return _visit_out(self, piece, (index + 1) % count, part)
+
+
+def _rest_not_reduced(self: Any, h: Any, matrix: jax.Array, layer: Any) -> jax.Array:
+    """What this chip of z multiplied, without the others' terms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            weight_gathered, "reduce_scatter", lambda x, axes, d, *, dimension: local_part(x, axes, 2)
+        )
+        return _gathered_out(self, h, matrix, layer)
+
+
+def _wrong_way(shard: jax.Array, ring: Any, mode: Any, visit: Any) -> None:
+    """Shards that come from behind taken for those from ahead; on an axis of 2 the two are one."""
+    _walk(shard, ring, mode, lambda piece, i, part: visit(piece, (2 * ring.index - i) % ring.size, part))
+
+
+def _every_time_is_the_first(self: MeshModel, tokens: jax.Array, start: jax.Array) -> Any:
+    """Each chip takes its part of the prompt for the first one."""
+    step, time = _step_tokens(self, tokens, start), tokens.shape[1]
+    axes = self.sharding.attention.time
+    if not axes:
+        return step
+    shift = lax.axis_index(axes) * (time // lax.axis_size(axes))
+    return step._replace(positions=step.positions - shift)
+
+
 MISTAKES: dict[str, tuple[Where, Patch]] = {
     "cache_of_another_batch_shard": (
         (MULTIQUERY, TRADED),
@@ -179,7 +233,7 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     ),
     "kv_head_of_another_group": (
         (GROUPED, BY_HEADS),
-        (attn_all_to_all, "my_kv_heads", lambda x, s, dim: _my_kv_heads(jnp.roll(x, 1, axis=dim), s, dim)),
+        (sharded_layer, "reduce_kv", lambda p, s, d: _reduce_kv(jnp.roll(p, 1, axis=3), s, d)),
     ),
     "int8_scale_lost": ((GROUPED, INT8), _input(lambda weight, bias: (_ones(weight), bias))),
     "int8_scale_of_another_chip": ((GROUPED, INT8), _input(lambda weight, bias: (_rolled(weight), bias))),
@@ -193,6 +247,34 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     "norm_of_the_local_part": ((SERIAL, TRADED), (sharded_layer, "sharded_norm", _local_norm)),
     "window_lost": ((GROUPED, TRADED), (ShardedLayer, "__call__", _no_window)),
     "embedding_shards_in_another_order": ((GROUPED, TRADED), (MeshModel, "_embed", _embed_zy)),
+    "columns_of_another_group": ((GROUPED, GATHERED_XY), (weight_gathered._Groups, "put", _next_group)),
+    "rows_of_another_x": ((MULTIQUERY, GATHERED_XY), (weight_gathered._SumOfParts, "visit", _next_part)),
+    "embed_of_another_x": ((GROUPED, GATHERED_XY), (weight_gathered._PartsOfEmbed, "visit", _next_embed)),
+    "rest_not_reduced": (
+        (GROUPED, GATHERED_XY), (weight_gathered.WeightGathered, "project_out", _rest_not_reduced)
+    ),
+    "int8_scale_of_the_first_group": (
+        (GROUPED, GATHERED_INT8), (sharded_layer, "_beside", lambda vectors, group: _beside(vectors, 0))
+    ),
+    "time_part_taken_for_the_first": (
+        (GROUPED, LONG_PROMPT), (MeshModel, "_step_tokens", _every_time_is_the_first)
+    ),
+    "keys_of_another_time_part": (
+        (GROUPED, LONG_PROMPT),
+        (sharded_layer, "all_times", lambda kv, a: jnp.roll(_all_times(kv, a), 1 if a.time else 0, axis=1)),
+    ),
+    "kv_head_of_another_chip_inserted": (
+        (GROUPED, TWO_LAYOUTS),
+        (cache_insert, "_moved_heads", lambda row, *to: jnp.flip(_moved_heads(row, *to), axis=-2)),
+    ),
+    "inserted_into_the_next_slot": (
+        (MULTIQUERY, TWO_LAYOUTS),
+        (cache_insert, "_overwrite", lambda leaf, row, at: _overwrite(leaf, row, at + 1)),
+    ),
+    "rows_of_z_exchanged": (
+        (GROUPED, BATCH_Z),
+        (WeightStationary2D, "reduce_embedding", lambda ops, x: _embedding(ops, jnp.roll(x, 1, axis=0))),
+    ),
     "logits_shards_in_another_order": ((GROUPED, BY_HEADS), (MeshModel, "logits", _other_y)),
 }  # fmt: skip
 
@@ -203,7 +285,7 @@ def test_at_least_twelve_mistakes_are_planted() -> None:
 
 @pytest.mark.parametrize(
     "where", dict.fromkeys(where for where, _ in MISTAKES.values()),
-    ids=["multiquery", "grouped", "by_heads", "int8", "serial"],
+    ids=lambda where: f"{where[1].prefill_layout.value}-{where[1].layout.value}-{where[1].weights}",
 )  # fmt: skip
 def test_check_passes_without_a_mistake(where: Where) -> None:
     row = outcome(where)
@@ -218,3 +300,11 @@ def test_check_reports_every_planted_mistake(name: str, monkeypatch: pytest.Monk
     row = outcome(where)
     assert not row.ok, row
     assert not row.max_rel_err <= 1e-3, "a mistake that moves the logits by less is no mistake"
+
+
+def test_check_reports_a_ring_that_turns_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, case = MeshShape(4, 2, 1), dataclasses.replace(GATHERED_XY, collectives=CollectiveMode.ONE_WAY)
+    along_four = Checker(synthetic_state(GROUPED), shape, make_mesh(shape), longest=6, steps=4)
+    assert along_four.run(case).ok
+    monkeypatch.setattr(weight_gathered, "walk", _wrong_way)
+    assert not along_four.run(case).ok

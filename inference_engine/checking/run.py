@@ -165,6 +165,11 @@ def _inserted(models: Models, prefix: KVCache, cache: KVCache, batch: int) -> KV
     return lax.fori_loop(0, batch, insert, cache)
 
 
+def padded_prompt(tokens: int, shape: MeshShape) -> int:
+    """Tokens of a prefill for prompts of so many: a count that any layout can split over time."""
+    return math.ceil(tokens / shape.size) * shape.size
+
+
 class Checker:
     """Runs cases of one checkpoint on one mesh; keeps weights and references that later cases share."""
 
@@ -177,7 +182,7 @@ class Checker:
         steps: int = DECODE_STEPS,
     ) -> None:
         self.state, self.shape, self.mesh, self.steps = state, shape, mesh, steps
-        self.longest = math.ceil(longest / shape.size) * shape.size  # any layout can split it
+        self.longest = padded_prompt(longest, shape)
         self._params = functools.lru_cache(COPIES_HELD)(self._load)
         self._reference = functools.cache(self._run_reference)
         self._reference_program = functools.cache(self._compile_reference)

@@ -15,7 +15,7 @@ from checkpoints.formats import open_checkpoint
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import Factors, all_cases, covering_cases, illegal_settings
-from inference_engine.checking.run import DECODE_STEPS, Checker, Row
+from inference_engine.checking.run import DECODE_STEPS, Checker, Row, padded_prompt
 from inference_engine.cli.check_plan import CheckPlan
 from inference_engine.cli.check_table import table
 from inference_engine.cli.interrupts import Interrupts
@@ -89,8 +89,9 @@ def run(plan: CheckPlan, interrupts: Interrupts) -> int:
     path = plan.model.checkpoint or default_checkpoint()
     state = open_checkpoint(path, ReaderOptions(plan.model.gamma_offset)).state
     check_model(state.hparams, plan.shape)
-    checker = Checker(state, plan.shape, make_mesh(plan.shape))
-    checker.steps = _steps(state.hparams.max_positions, checker.longest)
+    longest = padded_prompt(max(Factors().prompt_tokens), plan.shape)
+    steps = _steps(state.hparams.max_positions, longest)
+    checker = Checker(state, plan.shape, make_mesh(plan.shape), longest, steps)
     factors, illegal = legal(state, plan.factors)
     illegal += illegal_settings(factors, plan.shape)
     cases = list(all_cases(factors, plan.shape)) if plan.exhaustive else covering_cases(factors, plan.shape)
