@@ -99,9 +99,8 @@ def main() -> None:
     }
     title = "PaLM 540B on 4,4,4, bfloat16: stationary and gathered by formula"
     plot(tokens, TOKENS, (title, "tokens of a step"), folder / "crossover_tokens.png")
-    print(
-        f"2D moves less than 1D from {crossing(*(chips[layout.value] for layout in BY_CHIPS), at=CHIPS)} chips on"
-    )
+    from_chips = crossing(*(chips[layout.value] for layout in BY_CHIPS), at=CHIPS)
+    print(f"2D moves less than 1D from {from_chips} chips on")
     for before, after in itertools.pairwise(tokens):
         first = crossing(tokens[before], tokens[after], at=TOKENS)
         print(f"{after} moves less than {before} from {first or 'more'} tokens on")

@@ -19,7 +19,6 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"  # end of text, a stop id or a stop string
     LENGTH = "length"  # max_new_tokens; a request that would outgrow the context is refused
-    CANCELLED = "cancelled"
     ERROR = "error"  # the model's logits were not finite
 
 

@@ -68,14 +68,15 @@ class SampleStream:
         return text
 
     def completion(self) -> Completion:
-        """The outcome so far."""
+        """The outcome of a finished sample."""
+        assert self.finish_reason is not None
         return Completion(
             index=self.index,
             sample=self.sample,
             prompt=self.request.prompt,
             text="".join(self._text),
             token_ids=tuple(self._ids),
-            finish_reason=self.finish_reason or FinishReason.CANCELLED,
+            finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.token_ids),
             logprobs=tuple(self._logprobs),
             top_logprobs=tuple(self._top),

@@ -51,6 +51,8 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
         raise UserError(str(error)) from None
     except absl_flags.UnrecognizedFlagError as error:
         raise _unknown(command, error.flagname) from None
+    except absl_flags.IllegalFlagValueError:
+        raise _switch_with_a_value(command, words) from None
     except (absl_flags.Error, ValueError) as error:
         raise UserError(f"{command.name}: {shown(str(error))}") from None
     if values[HELP].value:
@@ -63,6 +65,18 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
             raise UserError(f"--{option.name} is given {values[option.name].present} times; allowed: once")
     typed = frozenset(option.name for option in command.options if values[option.name].present)
     return Flags({option.name: _value(option, values) for option in command.options}, typed)
+
+
+def _switch_with_a_value(command: Command, words: Sequence[str]) -> UserError:
+    """Only switches are refused by absl itself; every other value has a parser of its own."""
+    switches = {option.name for option in command.options if option.kind is Kind.SWITCH} | {HELP}
+    typed = next(
+        (word for word in words if word.lstrip("-").partition("=")[0] in switches and "=" in word), ""
+    )
+    name = typed.lstrip("-").partition("=")[0]
+    return UserError(
+        f"{shown(typed)}: --{name} is a switch and takes no value; allowed: --{name}, --no{name}"
+    )
 
 
 class _RefusedError(Exception):

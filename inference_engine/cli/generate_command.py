@@ -5,7 +5,7 @@ jax starts, prompts that do not fit before a weight is read.
 
 Data flow: flags → `plan_of` → jax starts → `generate_run.run` → exit code.
 
-Worked example: `generate --temperature -1` is refused in a tenth of a second.
+Worked example: `generate --temperature -1` is refused before jax starts.
 """
 
 from inference_engine.cli.generate_plan import plan_of

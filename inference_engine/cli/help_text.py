@@ -16,7 +16,7 @@ from inference_engine.cli.options import Command, Kind, Option
 PROGRAM = "run_serving.py"
 EXIT_CODES = (
     (0, "done"),
-    (1, "it ran and something failed: unusable logits, output that cannot be written"),
+    (1, "it ran, and something differs or failed: unusable logits, output that cannot be written"),
     (2, "bad input: a flag, a prompt, a file, a checkpoint; one line on stderr says which"),
     (130, "interrupted with Ctrl-C; what was finished is printed"),
     (141, "the reader of the output went away, as with `| head`"),

@@ -5,8 +5,8 @@ other exception is a defect of this program and keeps its traceback.
 
 Data flow: words → command → `flags.parse` → `Command.run` → exit code (see `help_text.EXIT_CODES`).
 
-Worked example: `["genrate"]` prints "error: unknown command genrate; allowed: generate; nearest: generate"
-and returns 2.
+Worked example: `["genrate"]` prints "error: unknown command genrate; allowed: generate, check; nearest:
+generate" and returns 2.
 """
 
 import os

@@ -122,10 +122,10 @@ def _read(path: Path) -> bytes:
 
 def _neighbour(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
     except OSError:
         return ""
-    return nearest(path.name, names, f"{path.parent}/")
+    return nearest(path.name, names, f"{path.parent}/".replace("//", "/"))
 
 
 def _parse_line(line: str) -> tuple[str, dict[str, Any]]:
