@@ -76,15 +76,21 @@ def abstract_params(hparams: HParams, weights: str, storage: ChunkMajor) -> Para
     return jax.eval_shape(build, floats, pairs)
 
 
+def slice_devices(topology: str) -> list[jax.Device]:
+    """The chips of a slice; on v4 both cores of a chip are one device."""
+    chip = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **chip).devices
+
+
 def mesh_model(case: Case) -> MeshModel:
     """The model on its slice."""
-    chip = {"chip_config_name": "megacore"} if case.topology.startswith("v4") else {}
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=case.topology, **chip)
     shape = MeshShape.parse(case.mesh)
     config = CollectiveConfig(CollectiveMode(case.mode))
     sharding = ShardingConfig(Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, config)
     options = ForwardOptions("bfloat16", AttentionBlocks(keys=CONTEXT))
-    return MeshModel(MODELS[case.model](), shape, make_mesh(shape, slice_.devices), sharding, options)
+    return MeshModel(
+        MODELS[case.model](), shape, make_mesh(shape, slice_devices(case.topology)), sharding, options
+    )
 
 
 def compile_decode(case: Case) -> tuple[jax.stages.Compiled, int]:

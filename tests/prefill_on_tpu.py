@@ -14,7 +14,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +28,7 @@ from layers.params import Params
 from layers.prefill_memory import activation_bytes
 from layers.serial import ForwardOptions
 from layers.transformer import MeshModel
-from tests.decode_on_tpu import BFLOAT16, abstract_params
+from tests.decode_on_tpu import BFLOAT16, abstract_params, slice_devices
 from tests.scheduled_programs import Program
 
 
@@ -65,12 +64,10 @@ EVERYTHING = (
 
 def mesh_model(case: Case) -> MeshModel:
     """The model on its slice."""
-    chip = {"chip_config_name": "megacore"} if case.topology.startswith("v4") else {}
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=case.topology, **chip)
     shape = MeshShape.parse(case.mesh)
     config = CollectiveConfig(CollectiveMode(case.mode), "bfloat16")
     sharding = ShardingConfig(Layout(case.layout), AttnAllToAll(case.trade), config)
-    mesh = make_mesh(shape, slice_.devices)
+    mesh = make_mesh(shape, slice_devices(case.topology))
     return MeshModel(MODELS[case.model](), shape, mesh, sharding, ForwardOptions("bfloat16"))
 
 

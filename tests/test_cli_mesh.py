@@ -103,7 +103,7 @@ def _same_text(generate: Generate, *words: str) -> None:
         ("--mesh", "1,1,1", "--layout", "1d"),
         ("--mesh", "2,2,2", "--attn_all_to_all", "yz", "--collectives", "latency"),
         ("--mesh", "4,2,1", "--prefill_layout", "gathered_xyz_time", "--decode_layout", "2d_batch_z"),
-        ("--mesh", "2,1,3", "--layout", "auto", "--prefill_layout", "gathered_xy", "--slots", "2"),
+        ("--mesh", "2,1,3", "--layout", "auto", "--prefill_layout", "gathered_xy"),
     ],
     ids=lambda words: words[1],
 )
