@@ -5,22 +5,25 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.synthetic import synthetic_state
+from configs.models import palm_540b
 from layers.errors import UserError
+from layers.head_order import KVFactors, padded_form
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
 from layers.layout import AttnAllToAll, ShardingConfig, WeightStorage
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
-from layers.partitioning import check_model, partition_spec, rules
+from layers.partitioning import cache_specs, check_model, partition_spec, rules
 from layers.transformer import MeshModel
 
 MODEL = HParams(layers=2, embed=48, ff=96, heads=8, kv_heads=1, qkv=16, vocab=72)
 CUBE = MeshShape(2, 2, 2)
-FLOAT32 = 4
+FLOAT32, BFLOAT16 = 4, 2
 
 
 def test_two_dims_on_one_axis_are_refused_with_both_names() -> None:
@@ -110,3 +113,25 @@ def test_memory_of_the_cache_a_chip_is_the_tables_sum(setting: AttnAllToAll, kv_
     per_chip = 2 * hparams.layers * (rows // batch_shards) * heads_here * time * hparams.qkv
     assert _bytes_of_chips(placed) == {FLOAT32 * per_chip}
     assert math.prod(model.cache_shape(rows, time)) * 2 * FLOAT32 == FLOAT32 * per_chip * CUBE.size
+
+
+TABLE_1 = [
+    (AttnAllToAll.NONE, 128, 660), (AttnAllToAll.NONE, 512, 165),
+    (AttnAllToAll.AXES_YZX, 128, 43_000), (AttnAllToAll.AXES_YZX, 512, 10_700),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "batch", "published"), TABLE_1)
+def test_540b_cache_capacity_is_the_published_one(setting: AttnAllToAll, batch: int, published: int) -> None:
+    """Context that 30 % of 32 GiB hold on 64 chips in bfloat16 (Pope et al., 2022, table 1), within 3 %."""
+    hparams, mesh = palm_540b(), MeshShape(4, 4, 4)
+    sharding, time = ShardingConfig(attn_all_to_all=setting), 1024
+    padded = padded_form(hparams, mesh)
+    heads = sharding.attention.heads
+    kv_heads = KVFactors.of(padded.kv_heads, *mesh.sizes).on_a_chip(heads) * mesh.over(heads)
+    shape = (hparams.layers, sharding.cache_rows(batch, mesh), kv_heads, time, hparams.qkv)
+    cache = KVCache(*(jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16")) for _ in range(2)))
+    chips = jax.sharding.AbstractMesh(mesh.sizes, ("x", "y", "z"))
+    here = NamedSharding(chips, cache_specs(cache, sharding.attention).k).shard_shape(shape)
+    per_token = 2 * math.prod(here) * BFLOAT16 / time
+    assert 0.30 * 32 * 2**30 / per_token == pytest.approx(published, rel=0.03)
