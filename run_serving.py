@@ -23,11 +23,12 @@ def main(words: Sequence[str] | None = None) -> int:
         from inference_engine.cli.generate_command import generate_command
         from inference_engine.cli.main import main as run_command
         from inference_engine.cli.registries import Registries
+        from inference_engine.cli.score_command import score_command
 
         registries = Registries(
             models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
         )
-        commands = (generate_command(registries), check_command())
+        commands = (generate_command(registries), score_command(registries), check_command())
         return run_command(commands, sys.argv[1:] if words is None else words, interrupts)
 
 

@@ -10,7 +10,6 @@ at 0, 64 and 128; the last token is fed by the first `generate`, so that what a 
 on how its prompt was cut or on which program sampled it.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -21,7 +20,7 @@ from inference_engine.decode_state import DecodeState, Prefix, StepResult
 from inference_engine.model import Model
 from inference_engine.request import Request
 from inference_engine.sampling_state import sampling_row
-from inference_engine.steps import Models, build_steps
+from inference_engine.steps import Models, build_steps, cache_bytes
 from layers.hparams import HParams
 from layers.params import Params
 
@@ -101,5 +100,4 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the decode state's KV cache, over all chips."""
-        shape = self.model.cache_shape(self.config.slots, self.config.cache_time)
-        return 2 * math.prod(shape) * (2 if self.config.activation_dtype == "bfloat16" else 4)
+        return cache_bytes(self.model, self.config)

@@ -121,6 +121,18 @@ def top_logprobs(
     return best - normaliser.reshape(-1, 1), jnp.take_along_axis(ids, columns, axis=1)
 
 
+def token_logprobs(
+    logits: Float[Array, "slots vocab"], tokens: Int[Array, " slots"], shard: VocabShard
+) -> Float[Array, " slots"]:
+    """Each row's log-probability of its token under the model's own distribution.
+
+    NaN where the logits are not usable, as in `sample`; two numbers a row travel.
+    """
+    own = _own_logits(logits, shard)
+    normaliser = _log_normaliser(own, shard)
+    return jnp.where(jnp.isfinite(normaliser), _value_at(own, tokens, shard) - normaliser, jnp.nan)
+
+
 def _own_logits(logits: Float[Array, "slots vocab"], shard: VocabShard) -> Float[Array, "slots vocab"]:
     """The model's logits in float32, −inf in the vocabulary's padding."""
     return _one_zero(jnp.where(shard.ids.reshape(1, -1) < shard.size, logits.astype(jnp.float32), -jnp.inf))

@@ -128,7 +128,7 @@ def release_step(state: DecodeState, slot: jax.Array) -> DecodeState:
 def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> DecodeState:
     nothing = jnp.zeros((config.slots,), jnp.int32)
     return DecodeState(
-        cache=_empty_cache(model, config, config.slots, stacked=stacked),
+        cache=empty_cache(model, config, config.slots, stacked=stacked),
         tokens=nothing,
         lengths=nothing,
         active=nothing > 0,
@@ -136,9 +136,15 @@ def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> Decode
     )
 
 
-def _empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
+def empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
+    """An empty cache of `rows` sequences, whole arrays."""
     shape = model.cache_shape(rows, config.cache_time)
     return KVCache.zeros(shape, jnp.dtype(config.activation_dtype), stacked=stacked)
+
+
+def cache_bytes(model: Model, config: EngineConfig) -> int:
+    """Bytes of the slots' keys and values, over all chips."""
+    return jax.eval_shape(lambda: empty_cache(model, config, config.slots, stacked=True)).nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +189,7 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
 
     def empty_prefix() -> Prefix:
-        return Prefix(_empty_cache(models.prefill, config, config.prefill_rows, stacked=stacked))
+        return Prefix(empty_cache(models.prefill, config, config.prefill_rows, stacked=stacked))
 
     prefix, state = jax.eval_shape(empty_prefix), jax.eval_shape(empty_state)
     specs = _specs(models, params, prefix, state)
@@ -193,10 +199,10 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     prefill = functools.partial(prefill_step, models.prefill)
     generate = functools.partial(generate_step, model, config.top_logprobs)
     insert = functools.partial(insert_step, model, models.prefill)
-    program = functools.partial(_compile, model)
+    program = functools.partial(compile_step, model)
     return Steps(
-        empty_prefix=_compile_constant(model, empty_prefix, specs.prefix),
-        empty_state=_compile_constant(model, empty_state, specs.state),
+        empty_prefix=compile_constant(model, empty_prefix, specs.prefix),
+        empty_state=compile_constant(model, empty_state, specs.state),
         prefill=program(
             prefill,
             (params, prefix, chunk, number),
@@ -218,7 +224,7 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     )
 
 
-def _compile(
+def compile_step(
     model: Model,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -237,6 +243,6 @@ def _compile(
     return jitted.lower(*args).compile()
 
 
-def _compile_constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Callable[[], Any]:
+def compile_constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Callable[[], Any]:
     """An executable that makes whole arrays in their shardings."""
     return jax.jit(function, out_shardings=model.placed(out_specs)).lower().compile()

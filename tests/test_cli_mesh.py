@@ -65,8 +65,8 @@ def test_a_mesh_alone_takes_the_defaults() -> None:
 def test_last_line_names_mesh_and_layout_and_bytes_a_chip() -> None:
     decode = ShardingConfig()
     words = mesh_words(MeshShape(2, 1, 3), Layouts(decode.for_prefill(Layout.WEIGHT_GATHERED_XY), decode))
-    sizes = {"weight_bytes": 2_000, "cache_bytes": 3_000, "insert_bytes": 400, "insert_milliseconds": 0.5}
-    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 1.0, 1.0, 1.0, mesh=words, **sizes)
+    sizes = {"insert_bytes": 400, "insert_milliseconds": 0.5}
+    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 2_000, 3_000, mesh=words, **sizes)
     line = report.line()
     assert "mesh 2,1,3, layout gathered_xy → 2d, all-to-all none, reference" in line
     assert "insert 400 B a chip, 0.50 ms" in line

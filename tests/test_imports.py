@@ -32,6 +32,8 @@ PURE = (
     "inference_engine.cli.main",
     "inference_engine.detokenizer",
     "inference_engine.sampling_params",
+    "inference_engine.score_windows",
+    "inference_engine.text_score",
     "inference_engine.tokenizer",
     "layers.collectives.mode",
     "layers.errors",

@@ -27,6 +27,7 @@ from inference_engine.cli.model import (
     load_engine,
     open_model,
     out_of_memory,
+    report,
 )
 from inference_engine.cli.output import InOrder, JsonPrinter, TextPrinter
 from inference_engine.cli.progress import Unit, Update, phase
@@ -184,22 +185,14 @@ def _stdout_is_file() -> bool:
 
 def _report(generator: Generator, model: OpenedModel) -> RunReport:
     engine, stats = generator.engine, generator.stats
-    devices = jax.tree.leaves(engine.params)[0].devices()
-    chips = len(devices)
-    device = next(iter(devices))
-    return RunReport(
-        platform=device.platform,
-        device_kind=device.device_kind,
-        devices=chips,
-        parameters=model.hparams.param_count,
-        weights=model.load.weights.value,
-        activations=engine.config.activation_dtype,
+    return report(
+        model,
+        engine.params,
+        engine.config,
+        engine.cache_bytes,
         prefill_rate=stats.prefill_rate,
         decode_rate=stats.decode_rate,
         step_milliseconds=stats.step_milliseconds,
-        weight_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params)),
-        cache_bytes=engine.cache_bytes // chips,
-        mesh=model.words(),
         insert_bytes=model.insert_bytes(engine.config),
         insert_milliseconds=stats.insert_milliseconds,
     )

@@ -20,13 +20,18 @@ _KERNEL_BYTES = {WeightsDtype.FLOAT32: 4, WeightsDtype.BFLOAT16: 2, WeightsDtype
 
 
 def check_memory(
-    hparams: HParams, weights: WeightsDtype, config: EngineConfig, available: int | None
+    hparams: HParams,
+    weights: WeightsDtype,
+    config: EngineConfig,
+    available: int | None,
+    *,
+    generates: bool = True,
 ) -> None:
     """Refuses what cannot fit into `available` bytes; None where that is not known.
 
     Raises UserError with the sizes.
     """
-    weight_bytes, cache_bytes = needed_bytes(hparams, weights, config)
+    weight_bytes, cache_bytes = needed_bytes(hparams, weights, config, generates=generates)
     if available is None or weight_bytes + cache_bytes <= available:
         return
     remedy = (
@@ -39,11 +44,16 @@ def check_memory(
     )
 
 
-def needed_bytes(hparams: HParams, weights: WeightsDtype, config: EngineConfig) -> tuple[int, int]:
-    """Bytes of the weights and of the caches: one row a slot, and one a prompt that is being prefilled."""
+def needed_bytes(
+    hparams: HParams, weights: WeightsDtype, config: EngineConfig, *, generates: bool = True
+) -> tuple[int, int]:
+    """Bytes of the weights and of the caches: one row a slot, and one a prompt that is being prefilled.
+
+    Scoring (`generates` false) has the slots' rows alone.
+    """
     itemsize = 2 if config.activation_dtype == "bfloat16" else 4
     a_token = 2 * hparams.layers * hparams.kv_heads * hparams.qkv * itemsize
-    rows = config.slots + config.prefill_rows
+    rows = config.slots + (config.prefill_rows if generates else 0)
     return hparams.param_count * _KERNEL_BYTES[weights], a_token * rows * config.cache_time
 
 

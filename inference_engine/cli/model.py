@@ -9,7 +9,9 @@ Worked example: the embedded checkpoint on a CPU is held in float32, 22 MB, laye
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,10 +26,12 @@ from inference_engine.cli.memory import available_bytes, check_memory
 from inference_engine.cli.mesh_flags import MeshOptions, mesh_words
 from inference_engine.cli.model_flags import BYTES, LayersForm, ModelOptions
 from inference_engine.cli.progress import Unit, phase
+from inference_engine.cli.report import RunReport
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.layout_choice import Layouts, Workload, choose_layouts
 from inference_engine.model import OneDeviceModel
+from inference_engine.scoring import Scorer
 from inference_engine.steps import Models
 from inference_engine.tokenizer import (
     NUM_BYTES,
@@ -41,6 +45,7 @@ from layers.errors import UserError
 from layers.head_order import padded_form
 from layers.hparams import HParams
 from layers.mesh import make_mesh
+from layers.params import Params
 from layers.partitioning import check_model
 from layers.serial import ForwardOptions
 from layers.transformer import MeshModel
@@ -48,6 +53,7 @@ from layers.transformer import MeshModel
 BFLOAT16_BYTES = 2
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+Loaded = TypeVar("Loaded", Engine, Scorer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +160,38 @@ def load_engine(model: OpenedModel, config: EngineConfig, interrupts: Interrupts
 
     Raises UserError: damaged weights, weights that the dtype does not allow, not enough memory.
     """
-    config.check_model(model.hparams)
     check_memory(model.hparams, model.load.weights, config, _available(model.mesh))
+    return _load(model, config, interrupts, _engine)
+
+
+def _engine(models: Models, params: Params, config: EngineConfig) -> Engine:
+    return Engine(models.decode, params, config, models.prefill)
+
+
+def load_scorer(model: OpenedModel, config: EngineConfig, interrupts: Interrupts) -> Scorer:
+    """The same for scoring, in prefill's layout."""
+    available = _available(model.mesh)
+    check_memory(model.hparams, model.load.weights, config, available, generates=False)
+    return _load(model, config, interrupts, _scorer)
+
+
+def _scorer(models: Models, params: Params, config: EngineConfig) -> Scorer:
+    return Scorer(models.prefill, params, config)
+
+
+def _load(
+    model: OpenedModel,
+    config: EngineConfig,
+    interrupts: Interrupts,
+    make: Callable[[Models, Params, EngineConfig], Loaded],
+) -> Loaded:
+    config.check_model(model.hparams)
     try:
         with phase("loading weights", interrupts, Unit.BYTES) as update:
             params = load_params(model.state, model.load, update)
         with phase("compiling", interrupts):
             options = ForwardOptions(config.activation_dtype)
-            models = model.runs_as(options)
-            return Engine(models.decode, params, config, models.prefill)
+            return make(model.runs_as(options), params, config)
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, model, config) from None
 
@@ -181,6 +210,27 @@ def out_of_memory(error: jax.errors.JaxRuntimeError, model: OpenedModel, config:
         f"{jax.devices()[0].device_kind} has too little memory for {model.hparams.param_count:,} parameters "
         f"and {config.slots} slots of {config.max_context} positions; "
         "nearest: a smaller --slots, --max_context or --weights int8"
+    )
+
+
+def report(
+    model: OpenedModel, params: Params, config: EngineConfig, cache_bytes: int, **figures: Any
+) -> RunReport:
+    """The last line of a run; `cache_bytes` are those of all chips, `figures` the report's other fields."""
+    leaves = jax.tree.leaves(params)
+    devices = leaves[0].devices()
+    device = next(iter(devices))
+    return RunReport(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        devices=len(devices),
+        parameters=model.hparams.param_count,
+        weights=model.load.weights.value,
+        activations=config.activation_dtype,
+        weight_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
+        cache_bytes=cache_bytes // len(devices),
+        mesh=model.words(),
+        **figures,
     )
 
 

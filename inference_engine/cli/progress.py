@@ -35,6 +35,7 @@ class Unit(enum.Enum):
     BYTES = "bytes"
     SAMPLES = "samples"
     CASES = "cases"
+    WINDOWS = "windows"
 
 
 @contextlib.contextmanager
@@ -104,6 +105,7 @@ def _bar(unit: Unit) -> "Progress":
         Unit.BYTES: (progress.BarColumn(), progress.DownloadColumn()),
         Unit.SAMPLES: (progress.BarColumn(), progress.MofNCompleteColumn()),
         Unit.CASES: (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
+        Unit.WINDOWS: (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
     }
     return progress.Progress(
         progress.SpinnerColumn(),

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from inference_engine.cli.flags import nearest, shown
+from inference_engine.cli.files import read_file
+from inference_engine.cli.flags import shown
 from inference_engine.cli.sampling_flags import Fields, fields_from_line, sampling_params
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import check_text, text_from_bytes
@@ -81,7 +82,7 @@ def read_prompts_file(path: Path, fields: Fields, sized: bool, first: int) -> li
     Raises UserError: the file cannot be read or holds no lines.
     """
     found: list[Prompt | BadLine] = []
-    for number, line in enumerate(_read(path).removeprefix(_BOM).split(b"\n"), 1):
+    for number, line in enumerate(read_file(path, "a JSONL file").removeprefix(_BOM).split(b"\n"), 1):
         if not line.strip():
             continue
         name, index = f"{path} line {number}", first + len(found)
@@ -105,27 +106,6 @@ def keep_good(found: Sequence[Prompt | BadLine]) -> list[Prompt]:
         others = f"; {len(bad) - 1} more bad" if len(bad) > 1 else ""
         raise UserError(f"{bad[0].reason}{others}; nothing ran; --skip_bad_lines runs the good lines")
     return [prompt for prompt in found if isinstance(prompt, Prompt)]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.is_dir():
-            raise UserError(f"{path}: a folder; expected a JSONL file")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file{_neighbour(path)}") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _neighbour(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
-    except OSError:
-        return ""
-    return nearest(path.name, names, f"{path.parent}/".replace("//", "/"))
 
 
 def _parse_line(line: str) -> tuple[str, dict[str, Any]]:

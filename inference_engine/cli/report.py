@@ -21,6 +21,7 @@ class RunReport:
       parameters: of the model.
       weights, activations: dtypes.
       prefill_rate, decode_rate: tokens a second; 0 where nothing was done.
+      score_rate: tokens a second of a run that scored and did nothing else.
       step_milliseconds: time of a decode step, which gives each text in it one token.
       weight_bytes, cache_bytes: on the device, or on each chip of the mesh.
       mesh: the mesh and the layout; empty for one device.
@@ -34,14 +35,15 @@ class RunReport:
     parameters: int
     weights: str
     activations: str
-    prefill_rate: float
-    decode_rate: float
-    step_milliseconds: float
     weight_bytes: int
     cache_bytes: int
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    step_milliseconds: float = 0.0
     mesh: str = ""
     insert_bytes: int = 0
     insert_milliseconds: float = 0.0
+    score_rate: float | None = None
 
     def line(self) -> str:
         """The line."""
@@ -52,12 +54,19 @@ class RunReport:
                 f"{self.platform}{kind} ×{self.devices}",
                 *((self.mesh,) if self.mesh else ()),
                 f"{quantity(self.parameters)} parameters, {dtypes}",
-                f"prefill {_rate(self.prefill_rate)}",
-                *((self._insert(),) if self.mesh else ()),
-                f"decode {_rate(self.decode_rate)}, {self.step_milliseconds:.2f} ms/token",
+                *self._rates(),
                 f"weights {quantity(self.weight_bytes)}B, cache {quantity(self.cache_bytes)}B"
                 + (" a chip" if self.mesh else ""),
             )
+        )
+
+    def _rates(self) -> tuple[str, ...]:
+        if self.score_rate is not None:
+            return (f"score {_rate(self.score_rate)}",)
+        return (
+            f"prefill {_rate(self.prefill_rate)}",
+            *((self._insert(),) if self.mesh else ()),
+            f"decode {_rate(self.decode_rate)}, {self.step_milliseconds:.2f} ms/token",
         )
 
     def _insert(self) -> str:
