@@ -11,6 +11,11 @@ import dataclasses
 from layers.errors import UserError
 from layers.hparams import HParams
 
+AUTO = "auto"
+KV_CACHE_DTYPES = (AUTO, "int8")
+_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_SCALE_BYTES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -22,7 +27,8 @@ class EngineConfig:
       prefill_chunk: tokens a prefill step takes; chunks start at its multiples.
       prefill_rows: prompts that a prefill step takes at once.
       top_logprobs: alternatives that each step reports for every token; 0 for none.
-      activation_dtype: dtype of activations and of the KV cache.
+      activation_dtype: dtype of activations.
+      kv_cache_dtype: int8, with a scale for each kv head and position, or auto: that of activations.
     """
 
     slots: int = 4
@@ -31,6 +37,7 @@ class EngineConfig:
     prefill_rows: int = 1
     top_logprobs: int = 0
     activation_dtype: str = "float32"
+    kv_cache_dtype: str = AUTO
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_context", "prefill_chunk", "prefill_rows"):
@@ -45,11 +52,26 @@ class EngineConfig:
             raise UserError(
                 f"activation_dtype={self.activation_dtype!r} is not known; allowed: float32, bfloat16"
             )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UserError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not known; allowed: {', '.join(KV_CACHE_DTYPES)}"
+            )
+
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype of keys and values."""
+        return self.activation_dtype if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
 
     @property
     def cache_time(self) -> int:
         """Positions of a cache row: max_context rounded up to whole prefill chunks."""
         return -(-self.max_context // self.prefill_chunk) * self.prefill_chunk
+
+    def cache_token_bytes(self, hparams: HParams) -> int:
+        """Bytes of a row's keys and values at one position, all layers and kv heads, nothing padded."""
+        scale = _SCALE_BYTES if self.cache_dtype == "int8" else 0
+        a_head = hparams.qkv * _BYTES[self.cache_dtype] + scale
+        return 2 * hparams.layers * hparams.kv_heads * a_head
 
     def check_model(self, hparams: HParams) -> None:
         """Refuses a context beyond what the model's positions allow."""

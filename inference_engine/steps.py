@@ -139,7 +139,7 @@ def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> Decode
 def empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
     """An empty cache of `rows` sequences, whole arrays."""
     shape = model.cache_shape(rows, config.cache_time)
-    return KVCache.zeros(shape, jnp.dtype(config.activation_dtype), stacked=stacked)
+    return KVCache.zeros(shape, jnp.dtype(config.cache_dtype), stacked=stacked)
 
 
 def cache_bytes(model: Model, config: EngineConfig) -> int:

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from layers.kv_cache import Segment
+from layers.kv_cache import KeyBlock, Segment
 from layers.numerics import LOG2_E, softcap
 
 
@@ -58,9 +59,11 @@ def _visible(
     return visible if window is None else visible & (distance < window)
 
 
-def _scores(q_rows: jax.Array, k: jax.Array, cap: float | None) -> jax.Array:
-    """Base-2 scores `[batch, kv_heads, rows, keys]` in float32."""
+def _scores(q_rows: jax.Array, k: jax.Array, cap: float | None, scale: jax.Array | None = None) -> jax.Array:
+    """Base-2 scores `[batch, kv_heads, rows, keys]` in float32; `scale` is that of int8 keys."""
     scores = jnp.einsum("bkrd,bksd->bkrs", q_rows, k.astype(q_rows.dtype), preferred_element_type=jnp.float32)
+    if scale is not None:
+        scores = scores * scale[:, :, None, :]
     return scores if cap is None else softcap(scores, cap) * LOG2_E
 
 
@@ -86,9 +89,39 @@ def _row_mask(visible: jax.Array, group: int) -> jax.Array:
 
 
 def _valid_values(v: jax.Array, segment: Segment, indices: Int[Array, " keys"]) -> jax.Array:
-    """v with what lies beyond the valid length set to zero, so that 0 · NaN cannot arise."""
+    """v `[batch, kv_heads, keys, …]` with zero beyond the valid length, so that 0 · NaN cannot arise."""
     valid = indices[None, :] < segment.length[:, None]
-    return jnp.where(valid[:, None, :, None], v, jnp.zeros_like(v))
+    valid = valid.reshape(valid.shape[0], 1, -1, *(1,) * (v.ndim - 3))
+    return jnp.where(valid, v, jnp.zeros_like(v))
+
+
+def _read_block(segment: Segment, first: int | jax.Array, size: int) -> KeyBlock:
+    """A block with zero beyond the valid length, and its keys as scores need them."""
+    indices = first + jnp.arange(size, dtype=jnp.int32)
+    # Scores are masked anyway. Without a select on k's way into the matmul, XLA on a CPU writes the new
+    # token of a one-row cache twice, once for the matmul's sake: four copies of a layer's keys in each step.
+    stored = segment.block(first, size)
+    k, v, k_scale, v_scale = (
+        None if leaf is None else _valid_values(leaf, segment, indices) for leaf in stored
+    )
+    if segment.key_rates is not None:
+        positions = (segment.start[:, None] + indices[None, :]).astype(jnp.float32)
+        k = k.astype(jnp.float32) * jnp.exp(
+            positions[:, None, :, None] * segment.key_rates.reshape(1, 1, 1, -1)
+        )
+    return KeyBlock(k, v, k_scale, v_scale)
+
+
+def _weighted_values(weights: jax.Array, block: KeyBlock, dtype: jnp.dtype) -> jax.Array:
+    """Float32 Σ weight · value, `[batch, kv_heads, rows, qkv]`; int8 values are scaled by their weights."""
+    if block.v_scale is not None:
+        weights = weights * block.v_scale[:, :, None, :]
+    return jnp.einsum(
+        "bkrs,bksd->bkrd",
+        weights.astype(dtype),
+        block.v.astype(dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def attend_reference(
@@ -106,16 +139,18 @@ def attend_reference(
     rows = _fold_rows(q, kv_heads)
     scores, values = [], []
     for segment in segments:
-        k, v = segment.block(0, segment.keys)
+        block = _read_block(segment, 0, segment.keys)
         indices = jnp.arange(segment.keys, dtype=jnp.int32)
         mask = _row_mask(_visible(segment, indices, q_positions, window), q.shape[2] // kv_heads)
-        scores.append(jnp.where(mask, _scores(rows, k, cap), -jnp.inf))
-        values.append(_valid_values(v, segment, indices))
-    score, v = jnp.concatenate(scores, axis=-1), jnp.concatenate(values, axis=-2)
+        scores.append(jnp.where(mask, _scores(rows, block.k, cap, block.k_scale), -jnp.inf))
+        values.append(block)
+    score = jnp.concatenate(scores, axis=-1)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weights = jnp.exp2(score - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    output = jnp.einsum("bkrs,bksd->bkrd", weights, v.astype(jnp.float32))
+    parts = jnp.split(weights, np.cumsum([segment.keys for segment in segments])[:-1], axis=-1)
+    float32 = jnp.dtype(jnp.float32)
+    output = sum(_weighted_values(part, block, float32) for part, block in zip(parts, values, strict=True))
     return _unfold_rows(output / jnp.where(total > 0, total, 1.0), q.shape[1]).astype(q.dtype)
 
 
@@ -135,25 +170,17 @@ def _absorb(
     """
     first, size = block
     placed = jnp.minimum(first, segment.keys - size)
-    k, v = segment.block(placed, size)
+    stored = _read_block(segment, placed, size)
     indices = placed + jnp.arange(size, dtype=jnp.int32)
-    # Scores are masked anyway. Without a select on k's way into the matmul, XLA on a CPU writes the new
-    # token of a one-row cache twice, once for the matmul's sake: four copies of a layer's keys in each step.
-    k = _valid_values(k, segment, indices)
     seen = _visible(segment, indices, q_positions, window) & (indices >= first)[None, None, :]
     mask = _row_mask(seen, rows.shape[2] // q_positions.shape[1])
-    scores = jnp.where(mask, _scores(rows, k, cap), -jnp.inf)
+    scores = jnp.where(mask, _scores(rows, stored.k, cap, stored.k_scale), -jnp.inf)
     peak = jnp.maximum(running.peak, jnp.max(scores, axis=-1))
     base = jnp.where(jnp.isfinite(peak), peak, 0.0)  # rows that have seen nothing yet stay at −inf
     weights = jnp.exp2(scores - base[..., None])
     fade = jnp.exp2(running.peak - base)
-    values = _valid_values(v, segment, indices)
-    output = jnp.einsum(
-        "bkrs,bksd->bkrd",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-    )
+    value_dtype = rows.dtype if stored.v_scale is not None else stored.v.dtype
+    output = _weighted_values(weights, stored, value_dtype)
     return _Running(
         peak=peak,
         total=running.total * fade + jnp.sum(weights, axis=-1),

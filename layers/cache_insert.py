@@ -20,9 +20,6 @@ from layers.kv_cache import KVCache
 from layers.layout import AttentionAxes
 from layers.mesh_shape import AXES
 
-BATCH_DIM, KV_HEADS_DIM = -4, -3
-"""Of every leaf of a cache, [layers,] batch, kv_heads, time, width."""
-
 
 def insert_row(
     cache: KVCache,
@@ -39,25 +36,27 @@ def insert_row(
       target, source: how the cache and the prefix lie on the mesh; None on one device.
       kv_heads: of the whole model, padded.
     """
+    dim = 1 if cache.stacked else 0  # of rows in [layers,] batch, kv_heads, time, … of numbers and of scales
 
     def put(whole: jax.Array, part: jax.Array) -> jax.Array:
         if target is None or source is None:
-            return _overwrite(whole, _row(part, row), slot)
-        held, at = _local(row, source.batch, part.shape[BATCH_DIM])
-        fetched = _row(part, at)
-        fetched = _moved_heads(jnp.where(held, fetched, jnp.zeros_like(fetched)), source, target, kv_heads)
-        owned, at = _local(slot, target.batch, whole.shape[BATCH_DIM])
-        return _overwrite(whole, jnp.where(owned, fetched, _row(whole, at)), at)
+            return _overwrite(whole, _row(part, row, dim), slot, dim)
+        held, at = _local(row, source.batch, part.shape[dim])
+        fetched = _row(part, at, dim)
+        fetched = jnp.where(held, fetched, jnp.zeros_like(fetched))
+        fetched = _moved_heads(fetched, source, target, kv_heads, dim + 1)
+        owned, at = _local(slot, target.batch, whole.shape[dim])
+        return _overwrite(whole, jnp.where(owned, fetched, _row(whole, at, dim)), at, dim)
 
     return jax.tree.map(put, cache, prefix)
 
 
-def _row(leaf: jax.Array, at: jax.Array) -> jax.Array:
-    return lax.dynamic_slice_in_dim(leaf, at, 1, leaf.ndim + BATCH_DIM)
+def _row(leaf: jax.Array, at: jax.Array, dim: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(leaf, at, 1, dim)
 
 
-def _overwrite(leaf: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(leaf, row, at, leaf.ndim + BATCH_DIM)
+def _overwrite(leaf: jax.Array, row: jax.Array, at: jax.Array, dim: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(leaf, row, at, dim)
 
 
 def _local(index: jax.Array, axes: tuple[str, ...], size: int) -> tuple[jax.Array, jax.Array]:
@@ -67,12 +66,13 @@ def _local(index: jax.Array, axes: tuple[str, ...], size: int) -> tuple[jax.Arra
     return held, jnp.where(held, place, 0)
 
 
-def _moved_heads(row: jax.Array, source: AttentionAxes, target: AttentionAxes, kv_heads: int) -> jax.Array:
+def _moved_heads(
+    row: jax.Array, source: AttentionAxes, target: AttentionAxes, kv_heads: int, dim: int
+) -> jax.Array:
     """A row in the source's kv heads, zeros where it is not held → the row in the target's kv heads."""
     factors = KVFactors.of(kv_heads, *(lax.axis_size(axis) for axis in AXES))
     leaving = tuple(axis for axis in source.heads if axis not in target.heads)
     entering = tuple(axis for axis in target.heads if axis not in source.heads)
-    dim = row.ndim + KV_HEADS_DIM
     digits = [1 if axis in source.heads else getattr(factors, axis) for axis in AXES]
     split = row.reshape(*row.shape[:dim], *digits, factors.rest, *row.shape[dim + 1 :])
     for axis in leaving:

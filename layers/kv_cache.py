@@ -5,7 +5,8 @@ carry (as scan inputs and outputs it would exist twice), unrolled it is a tuple 
 Position p of row b stands at time index p, so a token's absolute position is its address.
 
 Data flow: prefill writes chunks at one start for all rows; decode writes one token a row at each row's own
-position; `Segment` is what attention reads.
+position; `Segment` is what attention reads, block by block. The leaves are arrays, or int8 pairs
+(kv_quantization.py), which are written and read by the same paths.
 
 Worked example: 8 layers, 4 slots, multiquery with 1 kv head of 64 and 512 positions in float32 take
 2 · 8 · 4 · 1 · 512 · 64 · 4 bytes = 8 MiB.
@@ -18,7 +19,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-Leaf = jax.Array | tuple[jax.Array, ...]
+from layers.kv_quantization import QuantizedKV, quantize_kv
+
+Entry = jax.Array | QuantizedKV
+"""Keys or values of one layer, or of a stack of them."""
+
+
+class KeyBlock(NamedTuple):
+    """Some keys as stored: k, v `[batch, kv_heads, keys, qkv]`, and of int8 ones the scales without qkv."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -27,50 +40,66 @@ class Segment:
 
     k, v are `[batch, kv_heads, keys, qkv]`, or `[layers, …]` with `layer` set: blocks are then cut out
     of the stack directly. `start` is the absolute position of key 0, `length` counts the valid keys.
+    With `key_rates` `[qkv]` the key at position p has yet to be multiplied by exp(p · key_rates).
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Entry
+    v: Entry
     start: Int[Array, " batch"]
     length: Int[Array, " batch"]
     layer: jax.Array | None = None
+    key_rates: jax.Array | None = None
 
     @property
     def keys(self) -> int:
         """Keys the arrays hold, valid or not."""
         return self.k.shape[-2]
 
-    def block(self, first: int | jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """k and v of `size` keys from index `first`, each `[batch, kv_heads, size, qkv]`."""
-        return _cut(self.k, self.layer, first, size), _cut(self.v, self.layer, first, size)
+    def block(self, first: int | jax.Array, size: int) -> KeyBlock:
+        """`size` keys from index `first`."""
+        k, v = (
+            jax.tree.map(lambda leaf: _cut(leaf, self.layer, first, size), entry)
+            for entry in (self.k, self.v)
+        )
+        if isinstance(k, QuantizedKV):
+            return KeyBlock(k.qvalue, v.qvalue, k.scale, v.scale)
+        return KeyBlock(k, v)
 
 
 def _cut(leaf: jax.Array, layer: jax.Array | None, first: int | jax.Array, size: int) -> jax.Array:
+    """Keys of `[batch, kv_heads, keys, …]`, or of one layer of a stack of those."""
     if layer is None:
         return jax.lax.dynamic_slice_in_dim(leaf, first, size, axis=2)
-    _, batch, kv_heads, _, qkv = leaf.shape
+    _, batch, kv_heads, _, *qkv = leaf.shape
     zero = jnp.zeros_like(layer)
-    first = jnp.asarray(first, layer.dtype)
-    cut = jax.lax.dynamic_slice(leaf, (layer, zero, zero, first, zero), (1, batch, kv_heads, size, qkv))
-    return cut[0]
+    places = (layer, zero, zero, jnp.asarray(first, layer.dtype), *[zero] * len(qkv))
+    return jax.lax.dynamic_slice(leaf, places, (1, batch, kv_heads, size, *qkv))[0]
 
 
-def _write(leaf: Leaf, layer: int | jax.Array, new: jax.Array, start: jax.Array) -> Leaf:
+def _write(entry: Any, layer: int | jax.Array, new: jax.Array, start: jax.Array) -> Any:
     """Writes `[batch, time, kv_heads, qkv]` at time index `start` (one for all rows, or one a row)."""
-    if isinstance(leaf, tuple):
-        return tuple(_write_layer(a, (), new, start) if i == layer else a for i, a in enumerate(leaf))
-    return _write_layer(leaf, (layer,), new, start)
+    if isinstance(entry, tuple):
+        return tuple(_write_entry(a, (), new, start) if i == layer else a for i, a in enumerate(entry))
+    return _write_entry(entry, (layer,), new, start)
+
+
+def _write_entry(entry: Entry, lead: tuple[jax.Array, ...], new: jax.Array, start: jax.Array) -> Entry:
+    if isinstance(entry, QuantizedKV):
+        pair = quantize_kv(new)
+        return jax.tree.map(lambda leaf, part: _write_layer(leaf, lead, part, start), entry, pair)
+    return _write_layer(entry, lead, new, start)
 
 
 def _write_layer(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, start: jax.Array) -> jax.Array:
     batch, time = new.shape[:2]
     new = new.astype(leaf.dtype)
     if start.ndim == 0:
-        update = jnp.swapaxes(new, 1, 2)[(None,) * len(lead)]  # [batch, kv_heads, time, qkv]
-        return jax.lax.dynamic_update_slice(leaf, update, (*lead, 0, 0, start, 0))
+        update = jnp.swapaxes(new, 1, 2)[(None,) * len(lead)]  # [batch, kv_heads, time, …]
+        places = (*lead, 0, 0, start, 0)[: leaf.ndim]
+        return jax.lax.dynamic_update_slice(leaf, update, places)
     rows = jnp.arange(batch, dtype=start.dtype)[:, None]
     times = start[:, None] + jnp.arange(time, dtype=start.dtype)[None, :]
-    # The slice between the two index arrays puts their dims first: [batch, time, kv_heads, qkv].
+    # The slice between the two index arrays puts their dims first: [batch, time, kv_heads, …].
     return leaf.at[(*lead, rows, slice(None), times)].set(new, mode="drop")
 
 
@@ -88,7 +117,8 @@ class CacheShape(NamedTuple):
 class KVCache:
     """k and v, stacked `[layers, batch, kv_heads, time, qkv]` or a tuple of layers without that dim.
 
-    The fields are `Any`: a pytree also carries shapes, specs and shardings.
+    Either is an array or a `QuantizedKV`, whose scales have no qkv. The fields are `Any`: a pytree also
+    carries shapes, specs and shardings.
     """
 
     k: Any
@@ -96,21 +126,36 @@ class KVCache:
 
     @classmethod
     def zeros(cls, shape: CacheShape, dtype: jnp.dtype, *, stacked: bool) -> "KVCache":
-        """An empty cache."""
+        """An empty cache; int8 has scales beside."""
         row = (shape.batch, shape.kv_heads, shape.time, shape.qkv)
+
+        def entry(*size: int) -> Entry:
+            values = jnp.zeros(size, dtype)
+            return QuantizedKV(values, jnp.zeros(size[:-1], jnp.float32)) if dtype == jnp.int8 else values
+
         if stacked:
-            return cls(jnp.zeros((shape.layers, *row), dtype), jnp.zeros((shape.layers, *row), dtype))
-        k, v = (tuple(jnp.zeros(row, dtype) for _ in range(shape.layers)) for _ in range(2))
+            return cls(entry(shape.layers, *row), entry(shape.layers, *row))
+        k, v = (tuple(entry(*row) for _ in range(shape.layers)) for _ in range(2))
         return cls(k, v)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leaves have a leading layers dim."""
+        return not isinstance(self.k, tuple)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are int8."""
+        return isinstance(self.k if self.stacked else self.k[0], QuantizedKV)
 
     @property
     def time(self) -> int:
         """Positions a row can hold."""
-        return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
+        return (self.k if self.stacked else self.k[0]).shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all keys and values, scales included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.k, self.v)))
 
     def write(
@@ -126,9 +171,11 @@ class KVCache:
         """
         return KVCache(_write(self.k, layer, k, start), _write(self.v, layer, v, start))
 
-    def segment(self, layer: int | jax.Array, length: Int[Array, " batch"]) -> Segment:
-        """A layer's first `length` positions of every row."""
+    def segment(
+        self, layer: int | jax.Array, length: Int[Array, " batch"], key_rates: jax.Array | None = None
+    ) -> Segment:
+        """A layer's first `length` positions of every row; for `key_rates` see `Segment`."""
         start = jnp.zeros_like(length)
-        if isinstance(self.k, tuple):
-            return Segment(self.k[layer], self.v[layer], start, length)
-        return Segment(self.k, self.v, start, length, jnp.asarray(layer, jnp.int32))
+        if not self.stacked:
+            return Segment(self.k[layer], self.v[layer], start, length, None, key_rates)
+        return Segment(self.k, self.v, start, length, jnp.asarray(layer, jnp.int32), key_rates)

@@ -104,10 +104,10 @@ def param_specs(params: Params, storage: WeightStorage) -> Params:
 
 
 def cache_specs(cache: KVCache, attention: AttentionAxes) -> KVCache:
-    """Batch and heads of `[layers, batch, kv_heads, time, qkv]` over the axes that attention gives them."""
+    """Batch and heads of `[layers, batch, kv_heads, time, …]` over the axes that attention gives them."""
     table = {"batch": attention.batch, "kv_heads": attention.heads}
-    spec = partition_spec(("batch", "kv_heads", "time", "qkv"), table)
-    lead = () if isinstance(cache.k, tuple) else (None,)
+    spec = partition_spec(("batch", "kv_heads"), table)
+    lead = (None,) if cache.stacked else ()
     return jax.tree.map(lambda _: P(*lead, *spec), cache)
 
 

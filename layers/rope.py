@@ -6,7 +6,7 @@ there is no table, so no position runs past its end.
 
 xPos (Sun et al., 2022) also stretches q by ζ_i^(p/base) and shrinks k by the same, so that scores carry
 ζ_i^((p_q − p_k)/base). The fixed centre is position 0; any other cancels in the product. Far from it the
-factors leave float32, hence `XPOS_MAX_POSITION`.
+factors leave float32, hence `XPOS_MAX_POSITION`. An int8 cache keeps keys rotated and not yet shrunk.
 
 Worked example: theta 10000, 4 rotary dims: θ = (1, 0.01). At position 3 the half-split pairs (0, 2) and
 (1, 3) turn by 3 and by 0.03 radians.
@@ -64,10 +64,29 @@ def rope_phases(hparams: HParams, positions: Int[Array, "batch time"]) -> RopePh
     angles = at * frequencies(rope, dims).astype(np.float32).reshape(1, 1, 1, -1)
     stretch = None
     if rope.xpos_scale_base is not None:
-        zeta = (np.arange(0, dims, 2) + 0.4 * dims) / (1.4 * dims)
-        log_zeta = np.log(zeta).astype(np.float32).reshape(1, 1, 1, -1)
-        stretch = jnp.exp(at / rope.xpos_scale_base * log_zeta)
+        stretch = jnp.exp(at / rope.xpos_scale_base * _log_zeta(dims).reshape(1, 1, 1, -1))
     return RopePhases(jnp.cos(angles), jnp.sin(angles), stretch)
+
+
+def unstretched(phases: RopePhases | None) -> RopePhases | None:
+    """The same rotation without xPos."""
+    return None if phases is None else RopePhases(phases.cos, phases.sin)
+
+
+def xpos_key_rates(hparams: HParams) -> np.ndarray | None:
+    """`[qkv]` such that xPos multiplies a rotated key at position p by exp(p · rates); None without xPos."""
+    rope, dims = hparams.rope, hparams.rotary_dims
+    if rope is None or rope.xpos_scale_base is None:
+        return None
+    half = -_log_zeta(dims) / np.float32(rope.xpos_scale_base)
+    pairs = np.tile(half, 2) if rope.pairing is RopePairing.HALF else np.repeat(half, 2)
+    return np.concatenate([pairs, np.zeros(hparams.qkv - dims, np.float32)])
+
+
+def _log_zeta(rotary_dims: int) -> np.ndarray:
+    """log ζ_i of each pair, float32 `[rotary_dims/2]`."""
+    zeta = (np.arange(0, rotary_dims, 2) + 0.4 * rotary_dims) / (1.4 * rotary_dims)
+    return np.log(zeta).astype(np.float32)
 
 
 def _rotate(

@@ -27,7 +27,14 @@ from layers.kv_cache import KVCache, Segment
 from layers.norm import NormParams, apply_norm
 from layers.numerics import ff_hidden, project
 from layers.params import LayerParams, Params, layer_params
-from layers.rope import RopePhases, apply_rope_to_keys, apply_rope_to_queries, rope_phases
+from layers.rope import (
+    RopePhases,
+    apply_rope_to_keys,
+    apply_rope_to_queries,
+    rope_phases,
+    unstretched,
+    xpos_key_rates,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +50,9 @@ class _Tokens(NamedTuple):
 
     positions: jax.Array  # [batch, time]
     start: jax.Array  # [] or [batch]: position of the first token
-    phases: RopePhases | None
+    q_phases: RopePhases | None
+    k_phases: RopePhases | None
+    key_rates: jax.Array | None  # xPos of keys that an int8 cache keeps without it
 
 
 def forward(
@@ -66,7 +75,9 @@ def forward(
     batch, time = tokens.shape
     first = jnp.broadcast_to(start, (batch,)) if start.ndim == 0 else start
     positions = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None, :]
-    step = _Tokens(positions, start, rope_phases(hparams, positions))
+    phases = rope_phases(hparams, positions)
+    k_phases, key_rates = stored_keys(hparams, phases, cache)
+    step = _Tokens(positions, start, phases, k_phases, key_rates)
     x = embed(hparams, params, tokens, jnp.dtype(options.activation_dtype))
     windows = window_table(hparams)
 
@@ -82,6 +93,19 @@ def forward(
             x, cache = layer(index, x, cache)
         return x, cache
     return jax.lax.fori_loop(0, hparams.layers, lambda index, carry: layer(index, *carry), (x, cache))
+
+
+def stored_keys(
+    hparams: HParams, phases: RopePhases | None, cache: KVCache | None
+) -> tuple[RopePhases | None, jax.Array | None]:
+    """Phases of the keys as a cache holds them, and what is left to do when they are read.
+
+    See `kv_quantization` for why int8 keys are kept before xPos.
+    """
+    rates = xpos_key_rates(hparams)
+    if rates is None or cache is None or not cache.quantized:
+        return phases, None
+    return unstretched(phases), jnp.asarray(rates)
 
 
 def window_table(hparams: HParams) -> np.ndarray | None:
@@ -141,8 +165,8 @@ def _queries_keys_values(
     if hparams.qk_norm is not None:
         q = apply_norm(q, weights.q_norm, hparams.qk_norm, hparams.qk_norm_eps)
         k = apply_norm(k, weights.k_norm, hparams.qk_norm, hparams.qk_norm_eps)
-    q = apply_rope_to_queries(q, step.phases, hparams.rope)
-    return q, apply_rope_to_keys(k, step.phases, hparams.rope), v
+    q = apply_rope_to_queries(q, step.q_phases, hparams.rope)
+    return q, apply_rope_to_keys(k, step.k_phases, hparams.rope), v
 
 
 def _remember(
@@ -154,4 +178,4 @@ def _remember(
         count = jnp.full_like(length, k.shape[1])
         return Segment(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), first, count), None
     cache = cache.write(index, k, v, step.start)
-    return cache.segment(index, length), cache
+    return cache.segment(index, length, step.key_rates), cache

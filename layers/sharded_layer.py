@@ -37,7 +37,8 @@ class StepTokens(NamedTuple):
     """What every layer needs to know of a step's tokens on this chip.
 
     Rows are those of attention, or of the projections in `q_phases`; times are this chip's part of them
-    where the layout splits time, but for `start` and `length`.
+    where the layout splits time, but for `start` and `length`. Keys are rotated as the cache holds them, and
+    `key_rates` is what is left to do.
     """
 
     start: jax.Array  # [] or [rows]: position of the step's first token
@@ -45,6 +46,7 @@ class StepTokens(NamedTuple):
     positions: jax.Array  # [rows, time]
     q_phases: RopePhases | None
     k_phases: RopePhases | None
+    key_rates: jax.Array | None = None
 
 
 class _Columns(NamedTuple):
@@ -86,7 +88,7 @@ class ShardedLayer:
         q = self._queries(columns.q, step)
         keys, values = self._keys_values(n, step)
         cache = cache.write(cache_layer, keys, values, step.start)
-        segment = cache.segment(cache_layer, step.length)
+        segment = cache.segment(cache_layer, step.length, step.key_rates)
         a = attend(
             scatter_rows(q, self.attention),
             [segment],

@@ -35,7 +35,7 @@ from layers.numerics import softcap
 from layers.params import LayerParams, Params
 from layers.partitioning import cache_specs, param_specs, shardings
 from layers.rope import rope_phases
-from layers.serial import ForwardOptions, window_table
+from layers.serial import ForwardOptions, stored_keys, window_table
 from layers.sharded_layer import ShardedLayer, StepTokens
 from layers.sharded_ops import local_part, sharded_norm
 
@@ -131,6 +131,8 @@ class MeshModel:
         tokens = pad_rows(tokens, multiple)
         start = pad_rows(start, multiple) if start.ndim else start
         step = self._step_tokens(tokens, start)
+        k_phases, key_rates = stored_keys(hparams, step.k_phases, cache)
+        step = step._replace(k_phases=k_phases, key_rates=key_rates)
         x = self._embed(params, tokens, dtype)
         windows = window_table(hparams)
 

@@ -12,6 +12,7 @@ from layers.attn_all_to_all import my_kv_heads
 from layers.cache_insert import insert_row
 from layers.head_order import KVFactors
 from layers.kv_cache import CacheShape, KVCache
+from layers.kv_quantization import quantize_kv
 from layers.layout import AttentionAxes, AttnAllToAll, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
@@ -39,6 +40,11 @@ def _whole(rows: int, kv_heads: int, seed: int) -> KVCache:
     return KVCache(*(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2)))
 
 
+def _int8(cache: KVCache) -> KVCache:
+    """The same numbers, rounded; every row and head has scales of its own."""
+    return KVCache(quantize_kv(cache.k), quantize_kv(cache.v))
+
+
 def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
     """The same over the mesh: each chip has its rows and its kv heads."""
     mesh = make_mesh(CUBE)
@@ -48,7 +54,7 @@ def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
         leaf = jax.lax.pcast(leaf, attention.heads, to="varying") if attention.heads else leaf
         return my_kv_heads(leaf, attention, 2)
 
-    spec = cache_specs(cache, attention).k
+    spec = jax.tree.leaves(cache_specs(cache, attention))[0]  # of values and of scales
     place = jax.shard_map(mine, mesh=mesh, in_specs=rows, out_specs=spec)
     return jax.tree.map(jax.jit(place), cache)
 
@@ -67,8 +73,19 @@ def _program(target: AttentionAxes, source: AttentionAxes, caches: tuple[KVCache
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])
 @pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
 def test_insert_moves_one_row_and_touches_no_other(target: str, source: str, kv_heads: int) -> None:
+    _check_rows(target, source, kv_heads, (_whole(SLOTS, kv_heads, 0), _whole(ROWS, kv_heads, 1)))
+
+
+@pytest.mark.parametrize(
+    ("target", "source"), [("heads", "gathered_xyz"), ("yz", "heads"), ("yzx", "yzx"), ("z", "gathered_x")]
+)
+def test_insert_moves_int8_values_with_their_scales(target: str, source: str) -> None:
+    _check_rows(target, source, 4, (_int8(_whole(SLOTS, 4, 0)), _int8(_whole(ROWS, 4, 1))))
+
+
+def _check_rows(target: str, source: str, kv_heads: int, caches: tuple[KVCache, KVCache]) -> None:
     to, of = PLACES[target], PLACES[source]
-    cache, prefix = _whole(SLOTS, kv_heads, 0), _whole(ROWS, kv_heads, 1)
+    cache, prefix = caches
     placed = _place(cache, to), _place(prefix, of)
     program = _program(to, of, placed, kv_heads)
     wanted = jax.tree.map(np.array, cache)
@@ -96,13 +113,17 @@ def test_insert_moves_no_more_than_the_prefix_and_copies_no_cache(target: str, s
     assert memory.temp_size_in_bytes <= 8 * row + 1024
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
-def test_one_device_inserts_a_row(*, stacked: bool) -> None:
+def test_one_device_inserts_a_row(dtype: str, *, stacked: bool) -> None:
     shapes = [CacheShape(LAYERS, rows, 2, TIME, QKV) for rows in (SLOTS, ROWS)]
-    caches = [KVCache.zeros(shape, jnp.dtype("float32"), stacked=stacked) for shape in shapes]
-    cache, prefix = (jax.tree.map(lambda leaf, n=n: leaf + n, each) for n, each in enumerate(caches))
+    caches = [KVCache.zeros(shape, jnp.dtype(dtype), stacked=stacked) for shape in shapes]
+    cache, prefix = (
+        jax.tree.map(lambda leaf, n=n: leaf + jnp.asarray(n, leaf.dtype), each)
+        for n, each in enumerate(caches)
+    )
     found = jax.jit(insert_row)(cache, prefix, np.int32(3), np.int32(9))
     for leaf in jax.tree.leaves(found):
-        rows = np.moveaxis(np.asarray(leaf), leaf.ndim - 4, 0)
+        rows = np.moveaxis(np.asarray(leaf), 1 if stacked else 0, 0)
         np.testing.assert_array_equal(rows[9], 1)
         np.testing.assert_array_equal(np.delete(rows, 9, axis=0), 0)

@@ -21,12 +21,14 @@ from layers import attn_all_to_all, cache_insert, sharded_layer, transformer, we
 from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveMode
 from layers.collectives.reductions import all_reduce, reduce_scatter
-from layers.hparams import Bias, Block, HParams, NormPlacement
+from layers.hparams import Bias, Block, HParams, NormPlacement, Rope
+from layers.kv_cache import KVCache
 from layers.layout import AttnAllToAll, Layout
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.norm import scale_and_shift
-from layers.rope import rope_phases
+from layers.rope import rope_phases, unstretched
+from layers.serial import stored_keys
 from layers.sharded_layer import ShardedLayer
 from layers.sharded_ops import local_part
 from layers.transformer import MeshModel
@@ -38,17 +40,19 @@ GROUPED = HParams(
     biases=frozenset(Bias) - {Bias.LM_HEAD},
 )  # fmt: skip
 MULTIQUERY = dataclasses.replace(GROUPED, kv_heads=1, windows=(), biases=frozenset())
+XPOS = dataclasses.replace(GROUPED, rope=Rope(xpos_scale_base=2.0))
 SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPlacement.TWO)
 
 ONE_D, TWO_D = Layout.WEIGHT_STATIONARY_1D, Layout.WEIGHT_STATIONARY_2D
 _CASE = Case(
     Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
-    "float32", "float32", "float32", batch=8, prompt_tokens=5,
+    "float32", "float32", "float32", "auto", batch=8, prompt_tokens=5,
 )  # fmt: skip
 TRADED = _CASE
 BY_HEADS = dataclasses.replace(
     _CASE, layout=ONE_D, prefill_layout=ONE_D, attn_all_to_all=AttnAllToAll.NONE, batch=3
 )
+INT8_CACHE = dataclasses.replace(_CASE, kv_cache_dtype="int8")
 INT8 = dataclasses.replace(_CASE, weights="int8", attn_all_to_all=AttnAllToAll.AXES_YZ)
 GATHERED_XY = dataclasses.replace(
     _CASE, layout=Layout.WEIGHT_GATHERED_XY, prefill_layout=Layout.WEIGHT_GATHERED_XY,
@@ -205,6 +209,16 @@ def _every_time_is_the_first(self: MeshModel, tokens: jax.Array, start: jax.Arra
     return step._replace(positions=step.positions - shift)
 
 
+def _cache_scales(change: Callable[[jax.Array], jax.Array]) -> Patch:
+    """Changes the scales that a layer finds in its int8 cache."""
+
+    def changed(self: ShardedLayer, x: jax.Array, cache: KVCache, *args: Any, **kwargs: Any) -> Any:
+        k = cache.k.replace(scale=change(cache.k.scale))
+        return _call(self, x, cache.replace(k=k), *args, **kwargs)
+
+    return ShardedLayer, "__call__", changed
+
+
 MISTAKES: dict[str, tuple[Where, Patch]] = {
     "cache_of_another_batch_shard": (
         (MULTIQUERY, TRADED),
@@ -237,6 +251,18 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     ),
     "int8_scale_lost": ((GROUPED, INT8), _input(lambda weight, bias: (_ones(weight), bias))),
     "int8_scale_of_another_chip": ((GROUPED, INT8), _input(lambda weight, bias: (_rolled(weight), bias))),
+    "int8_cache_scales_lost": ((GROUPED, INT8_CACHE), _cache_scales(jnp.ones_like)),
+    "int8_cache_scales_of_another_position": (
+        (GROUPED, INT8_CACHE), _cache_scales(lambda scale: jnp.roll(scale, 1, axis=-1))
+    ),
+    "xpos_of_int8_keys_lost": (
+        (XPOS, INT8_CACHE),
+        (transformer, "stored_keys", lambda hparams, phases, cache: (unstretched(phases), None)),
+    ),
+    "xpos_of_int8_keys_twice": (
+        (XPOS, INT8_CACHE),
+        (transformer, "stored_keys", lambda *args: (args[1], stored_keys(*args)[1])),
+    ),
     "bias_of_the_first_chip": (
         (GROUPED, BY_HEADS), _input(lambda weight, bias: (weight, _first_chunk(bias)))
     ),

@@ -66,11 +66,11 @@ def test_last_line_names_mesh_and_layout_and_bytes_a_chip() -> None:
     decode = ShardingConfig()
     words = mesh_words(MeshShape(2, 1, 3), Layouts(decode.for_prefill(Layout.WEIGHT_GATHERED_XY), decode))
     sizes = {"insert_bytes": 400, "insert_milliseconds": 0.5}
-    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", 2_000, 3_000, mesh=words, **sizes)
+    report = RunReport("cpu", "cpu", 6, 1000, "float32", "float32", "int8", 2_000, 3_000, mesh=words, **sizes)
     line = report.line()
     assert "mesh 2,1,3, layout gathered_xy → 2d, all-to-all none, reference" in line
     assert "insert 400 B a chip, 0.50 ms" in line
-    assert line.endswith("weights 2.00 kB, cache 3.00 kB a chip")
+    assert line.endswith("weights 2.00 kB, int8 cache 3.00 kB a chip")
 
 
 class Generate:

@@ -224,7 +224,8 @@ def test_output_that_cannot_be_written_is_told_from_a_reader_that_left(
 def report(**changes: Any) -> str:
     fields: dict[str, Any] = {
         "platform": "cpu", "device_kind": "cpu", "devices": 1, "parameters": 5_470_000, "weights": "float32",
-        "activations": "float32", "prefill_rate": 1204.4, "decode_rate": 48.4, "step_milliseconds": 19.8,
+        "activations": "float32", "cache": "float32", "prefill_rate": 1204.4, "decode_rate": 48.4,
+        "step_milliseconds": 19.8,
         "weight_bytes": 21_900_000, "cache_bytes": 3_145_728,
     }  # fmt: skip
     return RunReport(**fields | changes).line()

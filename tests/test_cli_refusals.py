@@ -84,6 +84,7 @@ REFUSED = [
     (["--logprobs", "2"], "--logprobs with --json"),
     (["--skip_bad_lines"], "nearest: --prompts_file"),
     (["--weights", "fp16"], "allowed: float32, bfloat16, int8"),
+    (["--kv_cache_dtype", "int4"], "allowed: auto, int8; nearest: int8"),
     (["--gamma_offset", "1"], "drop gamma_offset"),
     (["--seed", "1", "--seed", "2"], "--seed is given 2 times"),
     (["--promt", "a"], "nearest: --prompt"),
@@ -176,6 +177,11 @@ def test_bytes_are_counted_as_the_engine_counts_them() -> None:
     weights, cache = needed_bytes(TINY, WeightsDtype.BFLOAT16, config)
     assert weights == 2 * TINY.param_count
     assert cache == 2 * 2 * 16 * 2 * 128 * (3 + 1)  # k and v, layers, qkv, bytes, positions, rows
+    rounded = dataclasses.replace(config, kv_cache_dtype="int8")
+    assert needed_bytes(TINY, WeightsDtype.BFLOAT16, rounded)[1] == 2 * 2 * (16 + 4) * 128 * (3 + 1)
+    assert (
+        needed_bytes(TINY, WeightsDtype.BFLOAT16, rounded, generates=False)[1] == 2 * 2 * (16 + 4) * 128 * 3
+    )
     assert (available_bytes() or 0) > 10**8
 
 

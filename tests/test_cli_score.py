@@ -72,6 +72,13 @@ def test_text_on_a_mesh_scores_as_on_one_device(score: Score) -> None:
     assert meshed == alone | {key: pytest.approx(alone[key], rel=1e-5) for key in TOTALS}
 
 
+def test_an_int8_cache_scores_nearly_the_same(score: Score) -> None:
+    words = ("--text", TEXT, "--json", "--summary")
+    (exact,), (rounded,) = score(*words).rows, score(*words, "--kv_cache_dtype", "int8").rows
+    assert exact["logprob"] != rounded["logprob"] == pytest.approx(exact["logprob"], rel=1e-2)
+    assert "int8 cache" in score(*words, "--kv_cache_dtype", "int8").err
+
+
 def test_a_first_token_without_a_mark_before_it_is_left_out(
     score: Score, monkeypatch: pytest.MonkeyPatch
 ) -> None:

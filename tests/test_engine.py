@@ -157,9 +157,22 @@ def test_statistics_count_what_ran() -> None:
     assert generator.stats.decode_rate > 0 and generator.stats.prefill_rate > 0
 
 
-def test_cache_bytes_are_those_of_the_state() -> None:
-    runs_on = engine()
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_cache_bytes_are_those_of_the_state(kv_cache_dtype: str) -> None:
+    runs_on = engine(dataclasses.replace(CONFIG, kv_cache_dtype=kv_cache_dtype))
     assert runs_on.cache_bytes == runs_on.init_decode_state().cache.nbytes
+    assert runs_on.cache_bytes == runs_on.config.cache_token_bytes(SMALL) * CONFIG.slots * CONFIG.cache_time
+
+
+def test_an_int8_cache_keeps_the_laws_of_packing_and_chunks() -> None:
+    config = dataclasses.replace(CONFIG, kv_cache_dtype="int8")
+    requests = [request(seed, length, **SAMPLED) for seed, length in enumerate((1, 9, 8, 20, 3))]
+    together = complete(requests, engine(config))
+    for index, one in enumerate(requests):
+        assert together[index, 0].token_ids == alone(one, engine(config)).token_ids
+    exact, rounded = (alone(request(2, 9), engine(c)) for c in (CONFIG, config))
+    assert exact.logprobs != rounded.logprobs
+    np.testing.assert_allclose(exact.logprobs[:1], rounded.logprobs[:1], rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,7 @@ def test_cache_bytes_are_those_of_the_state() -> None:
         ({"slots": 0}, "slots=0 is not allowed"),
         ({"max_context": 1}, "leaves no room"),
         ({"activation_dtype": "float16"}, "allowed: float32, bfloat16"),
+        ({"kv_cache_dtype": "int4"}, "allowed: auto, int8"),
     ],
 )
 def test_engine_settings_are_checked(change: dict, message: str) -> None:

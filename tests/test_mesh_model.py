@@ -102,6 +102,12 @@ def test_unrolled_layers_give_one_devices_logits(pair: Pair) -> None:
     assert _error("qwen2", CUBE, pair, stacked=False) <= TOLERANCE
 
 
+@pytest.mark.parametrize("pair", _chosen(CUBE, 6), ids=_name)
+@pytest.mark.parametrize("name", [GROUPED, "palm_rlhf_xpos"])
+def test_an_int8_cache_moves_logits_by_its_rounding(name: str, pair: Pair) -> None:
+    assert 1e-5 < _error(name, CUBE, pair, cache_dtype="int8") < 2e-2
+
+
 @pytest.mark.parametrize("pair", _chosen(CUBE, 9), ids=_name)
 @pytest.mark.parametrize("batch", [1, 8])
 def test_any_batch_gives_one_devices_logits(batch: int, pair: Pair) -> None:

@@ -8,8 +8,8 @@ What cannot run on a mesh is left out, with the reason that `layers.layout` give
 Data flow: `Factors`, mesh → `all_cases` or `covering_cases` → `Case` → checking.run.
 
 Worked example: on 2,2,2 decoding has 7 legal layouts with 18 legal pairs of layout and all-to-all; times the
-legal prefill layouts, 4 collectives, 3 weights, 2 × 2 dtypes, 3 batches and 3 lengths that are 65,664 cases.
-The covering set has 68.
+legal prefill layouts, 4 collectives, 3 weights, 2 × 2 dtypes, 2 caches, 3 batches and 3 lengths that are
+112,320 cases. The covering set has 68.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from inference_engine.config import KV_CACHE_DTYPES
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.errors import UserError
 from layers.layout import AttnAllToAll, Layout, ShardingConfig, check_pair
@@ -40,6 +41,7 @@ class Case:
     weights: str
     activation_dtype: str
     reduce_dtype: str
+    kv_cache_dtype: str
     batch: int
     prompt_tokens: int
 
@@ -71,6 +73,7 @@ class Factors:
     weights: tuple[str, ...] = ("float32", "bfloat16", "int8")
     activation_dtype: tuple[str, ...] = ("float32", "bfloat16")
     reduce_dtype: tuple[str, ...] = ("float32", "bfloat16")
+    kv_cache_dtype: tuple[str, ...] = KV_CACHE_DTYPES
     batch: tuple[int, ...] = (1, 3, 8)
     prompt_tokens: tuple[int, ...] = (1, 5, 12)
 

@@ -30,6 +30,7 @@ from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_para
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import Case, Factors
 from inference_engine.checking.tolerance import tolerance
+from inference_engine.config import EngineConfig
 from inference_engine.model import OneDeviceModel
 from inference_engine.steps import Models
 from layers.cache_insert import insert_row
@@ -45,6 +46,8 @@ LARGEST_BATCH = max(Factors().batch)
 COPIES_HELD = 4  # of the weights, in different dtypes and layouts
 
 Program = Callable[..., jax.Array]
+Numbers = tuple[str, str, str]
+"""How one device holds numbers too: dtypes of weights, activations and cache."""
 Carry = tuple[jax.Array, jax.Array, KVCache]
 
 
@@ -98,15 +101,18 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-def _program(models: Models, params: Params, batch: int, prompt: int, steps: int) -> Program:
+def _program(
+    models: Models, params: Params, batch: int, prompt: int, steps: int, kv_cache_dtype: str
+) -> Program:
     """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
 
     forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
     """
     model, stacked = models.decode, not isinstance(params.layers, tuple)
+    config = EngineConfig(activation_dtype=model.options.activation_dtype, kv_cache_dtype=kv_cache_dtype)
 
     def empty() -> tuple[KVCache, KVCache]:
-        dtype = jnp.dtype(model.options.activation_dtype)
+        dtype = jnp.dtype(config.cache_dtype)
         shapes = [each.cache_shape(batch, prompt + steps) for each in models]
         prefix, cache = (KVCache.zeros(shape, dtype, stacked=stacked) for shape in shapes)
         return prefix, cache
@@ -190,7 +196,8 @@ class Checker:
     def run(self, case: Case) -> Row:
         """One case against one device."""
         rows, prompt_tokens = case.batch, case.prompt_tokens
-        forced, reference = self._reference(case.weights, case.activation_dtype, prompt_tokens)
+        numbers = (case.weights, case.activation_dtype, case.kv_cache_dtype)
+        forced, reference = self._reference(numbers, prompt_tokens)
         forced, reference = forced[:rows], reference[:, :rows]
         options = ForwardOptions(case.activation_dtype)
         models = Models(
@@ -201,7 +208,7 @@ class Checker:
         )
         params = self._params(case.weights, case.layout.form.storage)
         inputs = _inputs(prompt_tokens, self.longest, rows, self.state.hparams.vocab)
-        program = _program(models, params, rows, self.longest, self.steps)
+        program = _program(models, params, rows, self.longest, self.steps, case.kv_cache_dtype)
         logits = np.asarray(program(params, inputs.prompts, inputs.last, forced))
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
 
@@ -209,25 +216,26 @@ class Checker:
         placement = None if storage is None else MeshPlacement(storage, self.shape, self.mesh)
         return load_params(self.state, LoadOptions(WeightsDtype(weights), placement=placement))
 
-    def _run_reference(
-        self, weights: str, activation_dtype: str, prompt_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _run_reference(self, numbers: Numbers, prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Greedy tokens `[rows, steps]` and logits `[steps, rows, vocab]` of one device, largest batch."""
         inputs = _inputs(prompt_tokens, self.longest, LARGEST_BATCH, self.state.hparams.vocab)
         undecided = np.full((LARGEST_BATCH, self.steps), -1, np.int32)
-        program, params = self._reference_program(weights, activation_dtype)
+        program, params = self._reference_program(numbers)
         logits = np.asarray(program(params, inputs.prompts, inputs.last, undecided))
         return np.argmax(logits, axis=-1).astype(np.int32).T, logits
 
-    def _compile_reference(self, weights: str, activation_dtype: str) -> tuple[Program, Params]:
+    def _compile_reference(self, numbers: Numbers) -> tuple[Program, Params]:
+        weights, activation_dtype, kv_cache_dtype = numbers
         model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
         params = self._params(weights, None)
-        return _program(Models(model, model), params, LARGEST_BATCH, self.longest, self.steps), params
+        models = Models(model, model)
+        program = _program(models, params, LARGEST_BATCH, self.longest, self.steps, kv_cache_dtype)
+        return program, params
 
 
 def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:
     """The figures of a case from logits `[steps, batch, vocab]` of the mesh and of one device."""
-    allowed = tolerance(case.activation_dtype, case.reduce_dtype)
+    allowed = tolerance(case.activation_dtype, case.reduce_dtype, case.kv_cache_dtype)
     scale = float(np.max(np.abs(reference)))
     error = float(np.max(np.abs(logits - reference))) / scale
     best = np.sort(reference, axis=-1)[..., -2:]

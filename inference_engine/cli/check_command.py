@@ -13,7 +13,7 @@ import dataclasses
 from inference_engine.cli.check_plan import check_plan
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.mesh_flags import CUBE, mesh_group
-from inference_engine.cli.model_flags import ACTIVATIONS, model_group
+from inference_engine.cli.model_flags import ACTIVATIONS, kv_cache_option, model_group
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
 from inference_engine.cli.runtime import RuntimeOptions, runtime_group, start_jax
@@ -76,7 +76,7 @@ def _model_group() -> Group:
         for option in options
     ]
     activations = Option(
-        "activation_dtype", "dtype of activations and cache", Kind.CHOICE, choices=ACTIVATIONS,
+        "activation_dtype", "dtype of activations", Kind.CHOICE, choices=ACTIVATIONS,
         shown_default="every one",
     )  # fmt: skip
-    return Group("Model", (*every, activations))
+    return Group("Model", (*every, activations, kv_cache_option("every one")))

@@ -22,6 +22,7 @@ from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.model import default_checkpoint
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.cli.terminal import Output, note
+from inference_engine.config import AUTO
 from layers.errors import UserError
 from layers.mesh import make_mesh
 from layers.partitioning import check_model
@@ -78,7 +79,8 @@ class _Outcome:
 
 
 def _exact(row: Row) -> bool:
-    return row.case.activation_dtype == row.case.reduce_dtype == "float32"
+    case = row.case
+    return (case.activation_dtype, case.reduce_dtype, case.kv_cache_dtype) == ("float32", "float32", AUTO)
 
 
 def run(plan: CheckPlan, interrupts: Interrupts) -> int:

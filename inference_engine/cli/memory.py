@@ -51,10 +51,10 @@ def needed_bytes(
 
     Scoring (`generates` false) has the slots' rows alone.
     """
-    itemsize = 2 if config.activation_dtype == "bfloat16" else 4
-    a_token = 2 * hparams.layers * hparams.kv_heads * hparams.qkv * itemsize
     rows = config.slots + (config.prefill_rows if generates else 0)
-    return hparams.param_count * _KERNEL_BYTES[weights], a_token * rows * config.cache_time
+    return hparams.param_count * _KERNEL_BYTES[weights], config.cache_token_bytes(
+        hparams
+    ) * rows * config.cache_time
 
 
 def available_bytes() -> int | None:

@@ -227,6 +227,7 @@ def report(
         parameters=model.hparams.param_count,
         weights=model.load.weights.value,
         activations=config.activation_dtype,
+        cache=config.cache_dtype,
         weight_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
         cache_bytes=cache_bytes // len(devices),
         mesh=model.words(),

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from inference_engine.cli.options import Flags, Group, Kind, Option
-from inference_engine.config import EngineConfig
+from inference_engine.config import KV_CACHE_DTYPES, EngineConfig
 from layers.errors import UserError
 
 BYTES = "bytes"
@@ -57,7 +57,7 @@ class EngineOptions:
 
     Attributes:
       config: the defaults of what is not given.
-      slots, max_context, prefill_chunk, activation_dtype: see `EngineConfig`.
+      slots, max_context, prefill_chunk, activation_dtype, kv_cache_dtype: see `EngineConfig`.
     """
 
     config: EngineConfig = EngineConfig()
@@ -65,6 +65,7 @@ class EngineOptions:
     max_context: int | None = None
     prefill_chunk: int | None = None
     activation_dtype: str | None = None
+    kv_cache_dtype: str | None = None
 
     def resolve(
         self, max_positions: int | None, top_logprobs: int, activation_dtype: str, chunk_multiple: int = 1
@@ -85,6 +86,7 @@ class EngineOptions:
             prefill_chunk=self.prefill_chunk or math.ceil(chunk / chunk_multiple) * chunk_multiple,
             top_logprobs=top_logprobs,
             activation_dtype=self.activation_dtype or activation_dtype,
+            kv_cache_dtype=self.kv_cache_dtype or self.config.kv_cache_dtype,
         )
 
 
@@ -135,9 +137,18 @@ def engine_group(config: EngineConfig) -> Group:
                    shown_default=f"{config.max_context}, or what the model allows"),
             Option("prefill_chunk", "prompt tokens in one step", Kind.INTEGER, config.prefill_chunk,
                    allowed="1 and above", metavar="N"),
-            Option("activation_dtype", "dtype of activations and cache", Kind.CHOICE, choices=ACTIVATIONS,
+            Option("activation_dtype", "dtype of activations", Kind.CHOICE, choices=ACTIVATIONS,
                    shown_default="float32 on a CPU or with float32 weights, else bfloat16"),
+            kv_cache_option(config.kv_cache_dtype),
         ),
+    )  # fmt: skip
+
+
+def kv_cache_option(shown_default: str) -> Option:
+    """The flag that says how keys and values are held."""
+    return Option(
+        "kv_cache_dtype", "keys and values in int8 with scales, or auto: in the dtype of activations",
+        Kind.CHOICE, choices=KV_CACHE_DTYPES, shown_default=shown_default,
     )  # fmt: skip
 
 
@@ -158,7 +169,7 @@ def model_options(flags: Flags) -> ModelOptions:
 
 def engine_options(flags: Flags, config: EngineConfig) -> EngineOptions:
     """What the flags of `engine_group` ask for; raises UserError for a size that is none."""
-    names = ("slots", "max_context", "prefill_chunk", "activation_dtype")
+    names = ("slots", "max_context", "prefill_chunk", "activation_dtype", "kv_cache_dtype")
     typed = {name: flags[name] for name in names if name in flags.given}
     try:
         dataclasses.replace(config, **typed)

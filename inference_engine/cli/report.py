@@ -23,6 +23,7 @@ class RunReport:
       prefill_rate, decode_rate: tokens a second; 0 where nothing was done.
       score_rate: tokens a second of a run that scored and did nothing else.
       step_milliseconds: time of a decode step, which gives each text in it one token.
+      cache: dtype of keys and values.
       weight_bytes, cache_bytes: on the device, or on each chip of the mesh.
       mesh: the mesh and the layout; empty for one device.
       insert_bytes, insert_milliseconds: of one prompt's way into its slot, on a mesh: what a chip moves, and
@@ -35,6 +36,7 @@ class RunReport:
     parameters: int
     weights: str
     activations: str
+    cache: str
     weight_bytes: int
     cache_bytes: int
     prefill_rate: float = 0.0
@@ -49,13 +51,14 @@ class RunReport:
         """The line."""
         kind = "" if self.device_kind == self.platform else f" ({self.device_kind})"
         dtypes = self.weights if self.weights == self.activations else f"{self.weights}/{self.activations}"
+        cache = "cache" if self.cache == self.activations else f"{self.cache} cache"
         return " · ".join(
             (
                 f"{self.platform}{kind} ×{self.devices}",
                 *((self.mesh,) if self.mesh else ()),
                 f"{quantity(self.parameters)} parameters, {dtypes}",
                 *self._rates(),
-                f"weights {quantity(self.weight_bytes)}B, cache {quantity(self.cache_bytes)}B"
+                f"weights {quantity(self.weight_bytes)}B, {cache} {quantity(self.cache_bytes)}B"
                 + (" a chip" if self.mesh else ""),
             )
         )
