@@ -18,6 +18,14 @@ _SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedRoom:
+    """Room for a number of prefixes of at most `context` positions each, held at once."""
+
+    prefixes: int
+    context: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes that the compiled steps are made for.
 
@@ -29,6 +37,8 @@ class EngineConfig:
       top_logprobs: alternatives that each step reports for every token; 0 for none.
       activation_dtype: dtype of activations.
       kv_cache_dtype: int8, with a scale for each kv head and position, or auto: that of activations.
+      shared: room for prefixes that slots share; () for none.
+      own_context: positions that a slot holds beside what it shares; 0 for max_context.
     """
 
     slots: int = 4
@@ -38,6 +48,8 @@ class EngineConfig:
     top_logprobs: int = 0
     activation_dtype: str = "float32"
     kv_cache_dtype: str = AUTO
+    shared: tuple[SharedRoom, ...] = ()
+    own_context: int = 0
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_context", "prefill_chunk", "prefill_rows"):
@@ -64,8 +76,26 @@ class EngineConfig:
 
     @property
     def cache_time(self) -> int:
-        """Positions of a cache row: max_context rounded up to whole prefill chunks."""
-        return -(-self.max_context // self.prefill_chunk) * self.prefill_chunk
+        """Positions of a slot's cache row: its context rounded up to whole prefill chunks."""
+        return self._whole_chunks(self.own_context or self.max_context)
+
+    @property
+    def shared_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Prefixes and positions of each room, in whole prefill chunks."""
+        return tuple((room.prefixes, self._whole_chunks(room.context)) for room in self.shared)
+
+    @property
+    def shared_prefixes(self) -> int:
+        """Prefixes that can be held at once."""
+        return sum(room.prefixes for room in self.shared)
+
+    @property
+    def prefill_time(self) -> int:
+        """Positions of a row that is being prefilled, for a slot or to be held."""
+        return max(self.cache_time, *(time for _, time in self.shared_sizes), 0)
+
+    def _whole_chunks(self, positions: int) -> int:
+        return -(-positions // self.prefill_chunk) * self.prefill_chunk
 
     def cache_token_bytes(self, hparams: HParams) -> int:
         """Bytes of a row's keys and values at one position, all layers and kv heads, nothing padded."""

@@ -25,6 +25,21 @@ class Prefix:
 
 
 @flax.struct.dataclass
+class SharedPool:
+    """Prefixes that are held for slots to share; written by `hold` alone.
+
+    Attributes:
+      caches: one for each room of the engine's config, in decoding's layout; a room's entries are its rows.
+      prefill_caches: the same in prefill's layout; None where that splits heads alike.
+      starts: int32 [entries], the position of each entry's first key.
+    """
+
+    caches: Any
+    prefill_caches: Any
+    starts: Any
+
+
+@flax.struct.dataclass
 class DecodeState:
     """All slots.
 
@@ -34,6 +49,7 @@ class DecodeState:
       lengths: int32 [slots], its position.
       active: bool [slots], whether a request is in the slot.
       sampling: see `SamplingState`.
+      shared_lengths: int32 [slots, entries], the keys of each held prefix that a slot sees; None without.
     """
 
     cache: Any
@@ -41,6 +57,7 @@ class DecodeState:
     lengths: Any
     active: Any
     sampling: Any
+    shared_lengths: Any = None
 
 
 @flax.struct.dataclass

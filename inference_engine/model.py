@@ -20,6 +20,7 @@ from layers.hparams import HParams
 from layers.kv_cache import CacheShape, KVCache
 from layers.layout import AttentionAxes
 from layers.params import Params
+from layers.shared_prefix import SharedPrefixes
 
 
 @runtime_checkable
@@ -53,8 +54,20 @@ class Model(Protocol):
     def cache_shape(self, rows: int, time: int) -> CacheShape:
         """The whole cache's sizes for `rows` sequences."""
 
+    def shared_shape(self, entries: int, time: int) -> CacheShape:
+        """Sizes of the cache of shared prefixes."""
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts that attention splits the batch into, each with a copy of what is shared."""
+
     def forward(
-        self, params: Params, tokens: jax.Array, start: jax.Array, cache: KVCache
+        self,
+        params: Params,
+        tokens: jax.Array,
+        start: jax.Array,
+        cache: KVCache,
+        shared: SharedPrefixes | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """See `serial.forward`."""
 
@@ -66,6 +79,9 @@ class Model(Protocol):
 
     def cache_specs(self, cache: KVCache) -> Any:
         """Where keys and values lie."""
+
+    def shared_specs(self, cache: KVCache) -> Any:
+        """Where shared prefixes lie."""
 
     def sharded(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of one chip's arrays as a function of whole arrays."""
@@ -105,11 +121,25 @@ class OneDeviceModel:
         hparams = self.hparams
         return CacheShape(hparams.layers, rows, hparams.kv_heads, time, hparams.qkv)
 
+    def shared_shape(self, entries: int, time: int) -> CacheShape:
+        """The same."""
+        return self.cache_shape(entries, time)
+
+    @property
+    def batch_shards(self) -> int:
+        """No mesh."""
+        return 1
+
     def forward(
-        self, params: Params, tokens: jax.Array, start: jax.Array, cache: KVCache
+        self,
+        params: Params,
+        tokens: jax.Array,
+        start: jax.Array,
+        cache: KVCache,
+        shared: SharedPrefixes | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """`serial.forward`."""
-        x, written = serial.forward(self.hparams, params, tokens, start, cache, self.options)
+        x, written = serial.forward(self.hparams, params, tokens, start, cache, self.options, shared)
         assert written is not None  # a cache in is a cache out
         return x, written
 
@@ -122,6 +152,9 @@ class OneDeviceModel:
         """No mesh."""
 
     def cache_specs(self, cache: KVCache) -> None:
+        """No mesh."""
+
+    def shared_specs(self, cache: KVCache) -> None:
         """No mesh."""
 
     def sharded(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

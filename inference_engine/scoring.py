@@ -122,7 +122,7 @@ class Scorer:
 def _compile(model: Model, params: Params, config: EngineConfig) -> _Programs:
     """Both programs, for these shapes."""
     stacked = not isinstance(params.layers, tuple)
-    empty = functools.partial(empty_cache, model, config, config.slots, stacked=stacked)
+    empty = functools.partial(empty_cache, model, config, (config.slots, config.cache_time), stacked=stacked)
     cache = jax.eval_shape(empty)
     cache_specs, one = model.cache_specs(cache), P()
     chunk = np.zeros((config.slots, config.prefill_chunk), np.int32)

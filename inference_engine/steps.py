@@ -4,10 +4,14 @@ Everything after the build calls an executable, which cannot compile again: argu
 dtype are an error. State and caches are donated, so a step writes in place.
 
 Data flow:
-  prefill   params, Prefix, tokens [rows, chunk], position → Prefix
+  prefill   params, Prefix, tokens [rows, chunk], index in the row → Prefix
   insert    DecodeState, Prefix, row, slot, request's row → DecodeState, in decoding's layout
   generate  params, DecodeState → DecodeState, StepResult
   release   DecodeState, slot → DecodeState
+  hold      SharedPool, Prefix, place in a room, entry, position → SharedPool
+
+Where prefixes are shared, prefill and generate also take the pool, prefill and insert the keys of each of its
+entries that a row sees.
 
 The functions see one chip's arrays: `Model.sharded` puts them inside the mesh's boundary, or on one device
 leaves them as they are. What is not a weight or a cache is the same on all chips, but for the rows of the
@@ -28,7 +32,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode_state import DecodeState, Prefix, StepResult
+from inference_engine.decode_state import DecodeState, Prefix, SharedPool, StepResult
 from inference_engine.model import Model
 from inference_engine.sampling import sample, top_logprobs
 from inference_engine.sampling_params import SamplingParams
@@ -39,6 +43,7 @@ from inference_engine.sampling_state import (
     sampling_row,
     set_slot,
 )
+from inference_engine.shared_pool import decode_view, empty_pool, hold_step, pool_specs, prefill_view
 from inference_engine.vocab_shard import vocab_shard
 from layers.cache_insert import insert_row
 from layers.kv_cache import KVCache
@@ -52,6 +57,12 @@ class Models(NamedTuple):
     decode: Model
 
 
+def _nothing_shared(*args: Any) -> SharedPool:
+    """In place of the pool's programs in an engine without one."""
+    del args
+    raise ValueError("this engine shares no prefixes: its config has no room for any")
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Compiled executables; see the module's docstring for their arguments."""
@@ -62,21 +73,35 @@ class Steps:
     insert: Callable[..., DecodeState]
     generate: Callable[..., tuple[DecodeState, StepResult]]
     release: Callable[..., DecodeState]
+    empty_pool: Callable[..., SharedPool] = _nothing_shared
+    hold: tuple[Callable[..., SharedPool], ...] = ()
 
 
 def prefill_step(
-    model: Model, params: Params, prefix: Prefix, tokens: jax.Array, position: jax.Array
+    model: Model,
+    params: Params,
+    prefix: Prefix,
+    tokens: jax.Array,
+    index: jax.Array,
+    pool: SharedPool | None = None,
+    lengths: jax.Array | None = None,
 ) -> Prefix:
-    """Writes the keys and values of tokens [rows, chunk] at `position`, the same for all rows."""
-    _, cache = model.forward(params, tokens, position, prefix.cache)
+    """Writes the keys and values of tokens [rows, chunk] at `index`, the same for all rows.
+
+    The rows see `lengths` [rows, entries] keys of the pool before their own.
+    """
+    shared = None if pool is None or lengths is None else prefill_view(pool, lengths)
+    _, cache = model.forward(params, tokens, index, prefix.cache, shared)
     return Prefix(cache)
 
 
 def generate_step(
-    model: Model, top_count: int, params: Params, state: DecodeState
+    model: Model, top_count: int, params: Params, state: DecodeState, pool: SharedPool | None = None
 ) -> tuple[DecodeState, StepResult]:
     """Feeds every slot's token and samples the next one."""
-    x, cache = model.forward(params, state.tokens[:, None], state.lengths, state.cache)
+    shared = None if pool is None else decode_view(pool, state)
+    index = state.lengths if shared is None else state.lengths - shared.offsets
+    x, cache = model.forward(params, state.tokens[:, None], index, state.cache, shared)
     logits = model.logits(params, x, len(state.tokens))[:, 0]  # [slots, vocab shard]
     shard = vocab_shard(model.hparams.vocab, logits.shape[1], model.vocab_axes)
     position = state.lengths + 1
@@ -88,7 +113,8 @@ def generate_step(
     packed = jnp.stack([sampled.tokens, lengths, state.active.astype(jnp.int32)], axis=1)
     values, ids = top_logprobs(logits, shard, top_count)
     result = StepResult(packed, sampled.logprobs, values, ids)
-    return DecodeState(cache, tokens, lengths, state.active, sampling), result
+    moved = {"cache": cache, "tokens": tokens, "lengths": lengths, "sampling": sampling}
+    return dataclasses.replace(state, **moved), result
 
 
 def insert_step(
@@ -101,8 +127,13 @@ def insert_step(
     token: jax.Array,
     length: jax.Array,
     sampling: SamplingState,
+    shared_lengths: jax.Array | None = None,
 ) -> DecodeState:
-    """Puts row `row` of a prefix, and a request's last prompt token and settings, into a slot."""
+    """Puts row `row` of a prefix, and a request's last prompt token and settings, into a slot.
+
+    `shared_lengths` [entries] are the keys of the pool that the slot sees before the row's.
+    """
+    shares = None if shared_lengths is None else state.shared_lengths.at[slot].set(shared_lengths)
     return DecodeState(
         cache=insert_row(
             state.cache,
@@ -117,34 +148,41 @@ def insert_step(
         lengths=state.lengths.at[slot].set(length),
         active=state.active.at[slot].set(True),
         sampling=set_slot(state.sampling, slot, sampling),
+        shared_lengths=shares,
     )
 
 
 def release_step(state: DecodeState, slot: jax.Array) -> DecodeState:
-    """Marks a slot as free; its row goes on being computed and is never read."""
-    return dataclasses.replace(state, active=state.active.at[slot].set(False))
+    """Marks a slot as free; its row goes on being computed, from position 0, and is never read."""
+    shares = None if state.shared_lengths is None else state.shared_lengths.at[slot].set(0)
+    freed = {"active": state.active.at[slot].set(False), "lengths": state.lengths.at[slot].set(0)}
+    return dataclasses.replace(state, **freed, shared_lengths=shares)
 
 
 def _empty_state(model: Model, config: EngineConfig, *, stacked: bool) -> DecodeState:
     nothing = jnp.zeros((config.slots,), jnp.int32)
     return DecodeState(
-        cache=empty_cache(model, config, config.slots, stacked=stacked),
+        cache=empty_cache(model, config, (config.slots, config.cache_time), stacked=stacked),
         tokens=nothing,
         lengths=nothing,
         active=nothing > 0,
         sampling=init_sampling_state(config.slots, model.padded_vocab),
+        shared_lengths=jnp.tile(nothing[:, None], (1, entries))
+        if (entries := config.shared_prefixes)
+        else None,
     )
 
 
-def empty_cache(model: Model, config: EngineConfig, rows: int, *, stacked: bool) -> KVCache:
-    """An empty cache of `rows` sequences, whole arrays."""
-    shape = model.cache_shape(rows, config.cache_time)
+def empty_cache(model: Model, config: EngineConfig, size: tuple[int, int], *, stacked: bool) -> KVCache:
+    """An empty cache of a number of sequences and of positions, whole arrays."""
+    shape = model.cache_shape(*size)
     return KVCache.zeros(shape, jnp.dtype(config.cache_dtype), stacked=stacked)
 
 
 def cache_bytes(model: Model, config: EngineConfig) -> int:
-    """Bytes of the slots' keys and values, over all chips."""
-    return jax.eval_shape(lambda: empty_cache(model, config, config.slots, stacked=True)).nbytes
+    """Bytes of the slots' own keys and values, over all chips."""
+    size = (config.slots, config.cache_time)
+    return jax.eval_shape(lambda: empty_cache(model, config, size, stacked=True)).nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +193,7 @@ class _Specs:
     prefix: Prefix
     state: DecodeState
     row: SamplingState
+    pool: SharedPool
     everywhere: P = P()
 
     @property
@@ -163,7 +202,7 @@ class _Specs:
         return StepResult(*(self.everywhere,) * 4)
 
 
-def _specs(models: Models, params: Params, prefix: Prefix, state: DecodeState) -> _Specs:
+def _specs(models: Models, params: Params, prefix: Prefix, state: DecodeState, pool: SharedPool) -> _Specs:
     model = models.decode
 
     def sampling_specs(tree: SamplingState, slot_dims: int) -> SamplingState:
@@ -177,9 +216,22 @@ def _specs(models: Models, params: Params, prefix: Prefix, state: DecodeState) -
         lengths=P(),
         active=P(),
         sampling=sampling_specs(state.sampling, 1),
+        shared_lengths=None if state.shared_lengths is None else P(),
     )
-    prefix_specs = Prefix(models.prefill.cache_specs(prefix.cache))
-    return _Specs(model.param_specs(params), prefix_specs, state_specs, sampling_specs(state.sampling, 0))
+    return _Specs(
+        params=model.param_specs(params),
+        prefix=Prefix(models.prefill.cache_specs(prefix.cache)),
+        state=state_specs,
+        row=sampling_specs(state.sampling, 0),
+        pool=pool_specs(*models, pool),
+    )
+
+
+class _Extra(NamedTuple):
+    """Further arguments of a step, with their specs."""
+
+    args: tuple[Any, ...] = ()
+    specs: tuple[Any, ...] = ()
 
 
 def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
@@ -187,41 +239,62 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     model = models.decode
     stacked = not isinstance(params.layers, tuple)
     empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
+    no_pool = functools.partial(empty_pool, *models, config, stacked=stacked)
 
     def empty_prefix() -> Prefix:
-        return Prefix(empty_cache(models.prefill, config, config.prefill_rows, stacked=stacked))
+        size = (config.prefill_rows, config.prefill_time)
+        return Prefix(empty_cache(models.prefill, config, size, stacked=stacked))
 
-    prefix, state = jax.eval_shape(empty_prefix), jax.eval_shape(empty_state)
-    specs = _specs(models, params, prefix, state)
-    number, one = np.int32(0), specs.everywhere
+    prefix, state, pool = jax.eval_shape(lambda: (empty_prefix(), empty_state(), no_pool()))
+    specs = _specs(models, params, prefix, state, pool)
+    number, one, entries = np.int32(0), specs.everywhere, config.shared_prefixes
     chunk = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
     row = sampling_row(SamplingParams(), (), model.padded_vocab)
-    prefill = functools.partial(prefill_step, models.prefill)
-    generate = functools.partial(generate_step, model, config.top_logprobs)
-    insert = functools.partial(insert_step, model, models.prefill)
+    reads, rows_see, slot_sees = _Extra(), _Extra(), _Extra()
+    if entries:
+        reads = _Extra((pool,), (specs.pool,))
+        rows_see = _Extra((np.zeros((config.prefill_rows, entries), np.int32),), (one,))
+        slot_sees = _Extra((np.zeros(entries, np.int32),), (one,))
     program = functools.partial(compile_step, model)
-    return Steps(
+    steps = Steps(
         empty_prefix=compile_constant(model, empty_prefix, specs.prefix),
         empty_state=compile_constant(model, empty_state, specs.state),
         prefill=program(
-            prefill,
-            (params, prefix, chunk, number),
-            (specs.params, specs.prefix, one, one),
+            functools.partial(prefill_step, models.prefill),
+            (params, prefix, chunk, number, *reads.args, *rows_see.args),
+            (specs.params, specs.prefix, one, one, *reads.specs, *rows_see.specs),
             specs.prefix,
             donated=1,
         ),
         insert=program(
-            insert,
-            (state, prefix, *(number,) * 4, row),
-            (specs.state, specs.prefix, *(one,) * 4, specs.row),
+            functools.partial(insert_step, model, models.prefill),
+            (state, prefix, *(number,) * 4, row, *slot_sees.args),
+            (specs.state, specs.prefix, *(one,) * 4, specs.row, *slot_sees.specs),
             specs.state,
             donated=0,
         ),
         generate=program(
-            generate, (params, state), (specs.params, specs.state), (specs.state, specs.result), donated=1
+            functools.partial(generate_step, model, config.top_logprobs),
+            (params, state, *reads.args),
+            (specs.params, specs.state, *reads.specs),
+            (specs.state, specs.result),
+            donated=1,
         ),
         release=program(release_step, (state, number), (specs.state, one), specs.state, donated=0),
     )
+    if not entries:
+        return steps
+    hold = tuple(
+        program(
+            functools.partial(hold_step, *models, room),
+            (pool, prefix, *(number,) * 3),
+            (specs.pool, specs.prefix, *(one,) * 3),
+            specs.pool,
+            donated=0,
+        )
+        for room in range(len(config.shared))
+    )
+    return dataclasses.replace(steps, empty_pool=compile_constant(model, no_pool, specs.pool), hold=hold)
 
 
 def compile_step(

@@ -10,6 +10,9 @@ segment's valid length, and i − j < window where the layer has one (a window c
 Query head h uses kv head h // (heads / kv_heads). A row that sees no key gives zero. Keys and values
 beyond a segment's length never reach an output, NaN or not.
 
+A segment may hold one row for all rows of queries (shared_prefix.py): its keys are read once and not
+repeated, and its blocks are skipped where no row sees any.
+
 Data flow: q [batch, time, heads, qkv] → [batch, kv_heads, group·time, qkv] rows, so that a kv head's
 queries share one matmul → running (max, sum, output) over key blocks → [batch, time, heads, qkv].
 
@@ -61,10 +64,17 @@ def _visible(
 
 def _scores(q_rows: jax.Array, k: jax.Array, cap: float | None, scale: jax.Array | None = None) -> jax.Array:
     """Base-2 scores `[batch, kv_heads, rows, keys]` in float32; `scale` is that of int8 keys."""
-    scores = jnp.einsum("bkrd,bksd->bkrs", q_rows, k.astype(q_rows.dtype), preferred_element_type=jnp.float32)
+    scores = _rows_with_keys("bkrd,{}ksd->bkrs", q_rows, k.astype(q_rows.dtype))
     if scale is not None:
         scores = scores * scale[:, :, None, :]
     return scores if cap is None else softcap(scores, cap) * LOG2_E
+
+
+def _rows_with_keys(equation: str, rows: jax.Array, keys: jax.Array) -> jax.Array:
+    """An einsum of rows and keys or values, whose batch is the rows' or one for all that is not repeated."""
+    if keys.shape[0] == rows.shape[0]:
+        return jnp.einsum(equation.format("b"), rows, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum(equation.format(""), rows, keys[0], preferred_element_type=jnp.float32)
 
 
 def _fold_rows(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -90,7 +100,8 @@ def _row_mask(visible: jax.Array, group: int) -> jax.Array:
 
 def _valid_values(v: jax.Array, segment: Segment, indices: Int[Array, " keys"]) -> jax.Array:
     """v `[batch, kv_heads, keys, …]` with zero beyond the valid length, so that 0 · NaN cannot arise."""
-    valid = indices[None, :] < segment.length[:, None]
+    length = segment.length if segment.row is None else jnp.max(segment.length, keepdims=True)
+    valid = indices[None, :] < length[:, None]
     valid = valid.reshape(valid.shape[0], 1, -1, *(1,) * (v.ndim - 3))
     return jnp.where(valid, v, jnp.zeros_like(v))
 
@@ -105,7 +116,7 @@ def _read_block(segment: Segment, first: int | jax.Array, size: int) -> KeyBlock
         None if leaf is None else _valid_values(leaf, segment, indices) for leaf in stored
     )
     if segment.key_rates is not None:
-        positions = (segment.start[:, None] + indices[None, :]).astype(jnp.float32)
+        positions = (segment.start[: k.shape[0], None] + indices[None, :]).astype(jnp.float32)
         k = k.astype(jnp.float32) * jnp.exp(
             positions[:, None, :, None] * segment.key_rates.reshape(1, 1, 1, -1)
         )
@@ -116,12 +127,7 @@ def _weighted_values(weights: jax.Array, block: KeyBlock, dtype: jnp.dtype) -> j
     """Float32 Σ weight · value, `[batch, kv_heads, rows, qkv]`; int8 values are scaled by their weights."""
     if block.v_scale is not None:
         weights = weights * block.v_scale[:, :, None, :]
-    return jnp.einsum(
-        "bkrs,bksd->bkrd",
-        weights.astype(dtype),
-        block.v.astype(dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return _rows_with_keys("bkrs,{}ksd->bkrd", weights.astype(dtype), block.v.astype(dtype))
 
 
 def attend_reference(
@@ -220,7 +226,7 @@ def _attend_rows(
         def step(i: jax.Array, carry: _Running, segment: Segment = segment, size: int = size) -> _Running:
             return _absorb(carry, rows, segment, q_positions, (i * size, size), window=window, cap=cap)
 
-        if size == segment.keys:  # one block: straight code, differentiable
+        if size == segment.keys and segment.row is None:  # one block: straight code, differentiable
             running = step(jnp.zeros((), jnp.int32), running)
         else:
             low, high = _needed_blocks(segment, q_positions, window, size)

@@ -30,15 +30,17 @@ def insert_row(
     source: AttentionAxes | None = None,
     kv_heads: int = 1,
 ) -> KVCache:
-    """`cache` with global row `row` of `prefix` in global row `slot`.
+    """`cache` with global row `row` of `prefix` in global row `slot`; of its positions those that there are.
 
     Args:
-      target, source: how the cache and the prefix lie on the mesh; None on one device.
+      target, source: how the cache and the prefix lie on the mesh; None on one device. A target that splits
+        no rows (`AttentionAxes.whole_rows`) gets the row on every chip that holds its heads.
       kv_heads: of the whole model, padded.
     """
     dim = 1 if cache.stacked else 0  # of rows in [layers,] batch, kv_heads, time, … of numbers and of scales
 
     def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        part = lax.slice_in_dim(part, 0, whole.shape[dim + 2], axis=dim + 2)
         if target is None or source is None:
             return _overwrite(whole, _row(part, row, dim), slot, dim)
         held, at = _local(row, source.batch, part.shape[dim])

@@ -12,6 +12,7 @@ Worked example: 8 layers, 4 slots, multiquery with 1 kv head of 64 and 512 posit
 2 · 8 · 4 · 1 · 512 · 64 · 4 bytes = 8 MiB.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -41,6 +42,7 @@ class Segment:
     k, v are `[batch, kv_heads, keys, qkv]`, or `[layers, …]` with `layer` set: blocks are then cut out
     of the stack directly. `start` is the absolute position of key 0, `length` counts the valid keys.
     With `key_rates` `[qkv]` the key at position p has yet to be multiplied by exp(p · key_rates).
+    With `row` set, that one row of the arrays is read by all rows of queries, each with a length of its own.
     """
 
     k: Entry
@@ -49,6 +51,7 @@ class Segment:
     length: Int[Array, " batch"]
     layer: jax.Array | None = None
     key_rates: jax.Array | None = None
+    row: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def keys(self) -> int:
@@ -56,24 +59,28 @@ class Segment:
         return self.k.shape[-2]
 
     def block(self, first: int | jax.Array, size: int) -> KeyBlock:
-        """`size` keys from index `first`."""
-        k, v = (
-            jax.tree.map(lambda leaf: _cut(leaf, self.layer, first, size), entry)
-            for entry in (self.k, self.v)
-        )
+        """`size` keys from index `first`; with `row` set their batch is 1."""
+        cut = functools.partial(_cut, layer=self.layer, row=self.row, first=first, size=size)
+        k, v = (jax.tree.map(cut, entry) for entry in (self.k, self.v))
         if isinstance(k, QuantizedKV):
             return KeyBlock(k.qvalue, v.qvalue, k.scale, v.scale)
         return KeyBlock(k, v)
 
 
-def _cut(leaf: jax.Array, layer: jax.Array | None, first: int | jax.Array, size: int) -> jax.Array:
-    """Keys of `[batch, kv_heads, keys, …]`, or of one layer of a stack of those."""
-    if layer is None:
-        return jax.lax.dynamic_slice_in_dim(leaf, first, size, axis=2)
-    _, batch, kv_heads, _, *qkv = leaf.shape
-    zero = jnp.zeros_like(layer)
-    places = (layer, zero, zero, jnp.asarray(first, layer.dtype), *[zero] * len(qkv))
-    return jax.lax.dynamic_slice(leaf, places, (1, batch, kv_heads, size, *qkv))[0]
+def _cut(
+    leaf: jax.Array, layer: jax.Array | None, row: int | None, first: int | jax.Array, size: int
+) -> jax.Array:
+    """Keys of `[batch, kv_heads, keys, …]`, of all rows or one, or of one layer of a stack of those."""
+    lead = 0 if layer is None else 1
+    places: list[int | jax.Array] = [0] * leaf.ndim
+    sizes = list(leaf.shape)
+    if layer is not None:
+        places[0], sizes[0] = layer, 1
+    if row is not None:
+        places[lead], sizes[lead] = row, 1
+    places[lead + 2], sizes[lead + 2] = first, size
+    cut = jax.lax.dynamic_slice(leaf, [jnp.asarray(place, jnp.int32) for place in places], sizes)
+    return cut if layer is None else cut[0]
 
 
 def _write(entry: Any, layer: int | jax.Array, new: jax.Array, start: jax.Array) -> Any:
@@ -147,6 +154,11 @@ class KVCache:
     def quantized(self) -> bool:
         """Whether keys and values are int8."""
         return isinstance(self.k if self.stacked else self.k[0], QuantizedKV)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that these arrays hold."""
+        return self.k.shape[1] if self.stacked else self.k[0].shape[0]
 
     @property
     def time(self) -> int:

@@ -148,6 +148,11 @@ class AttentionAxes:
         return self.rows + self.traded
 
     @property
+    def whole_rows(self) -> "AttentionAxes":
+        """The same heads, with every row on every chip that holds them: how shared prefixes lie."""
+        return AttentionAxes(held=self.traded + self.held)
+
+    @property
     def heads(self) -> Axes:
         """Axes of the heads in attention: logical heads are split over x, then y, then z."""
         return tuple(axis for axis in AXES if axis not in self.traded + self.held)

@@ -35,6 +35,7 @@ from layers.rope import (
     unstretched,
     xpos_key_rates,
 )
+from layers.shared_prefix import SharedPrefixes, attended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,11 @@ class _Tokens(NamedTuple):
     """What every layer needs to know of this step's tokens."""
 
     positions: jax.Array  # [batch, time]
-    start: jax.Array  # [] or [batch]: position of the first token
+    start: jax.Array  # [] or [batch]: where the cache takes the first token
     q_phases: RopePhases | None
     k_phases: RopePhases | None
     key_rates: jax.Array | None  # xPos of keys that an int8 cache keeps without it
+    shared: SharedPrefixes | None
 
 
 def forward(
@@ -62,6 +64,7 @@ def forward(
     start: Int[Array, "*rows"],
     cache: KVCache | None = None,
     options: ForwardOptions = ForwardOptions(),
+    shared: SharedPrefixes | None = None,
 ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
     """Residual stream after the last layer, and the cache with the tokens' keys and values written.
 
@@ -69,15 +72,18 @@ def forward(
       tokens: int32; row b holds the tokens at positions start[b], start[b] + 1, …
       start: int32, a scalar for all rows or one position a row.
       cache: what came before, or None to attend within `tokens` alone.
+      shared: prefixes that stand before the rows, which see as much of them as it says; positions of the
+        tokens, but not `start`, then count from the first of those.
 
     The caller keeps start + time within the cache. `embedding.unembed` turns the result into logits.
     """
     batch, time = tokens.shape
     first = jnp.broadcast_to(start, (batch,)) if start.ndim == 0 else start
+    first = first if shared is None else first + shared.offsets
     positions = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None, :]
     phases = rope_phases(hparams, positions)
     k_phases, key_rates = stored_keys(hparams, phases, cache)
-    step = _Tokens(positions, start, phases, k_phases, key_rates)
+    step = _Tokens(positions, start, phases, k_phases, key_rates, shared)
     x = embed(hparams, params, tokens, jnp.dtype(options.activation_dtype))
     windows = window_table(hparams)
 
@@ -132,9 +138,9 @@ def _layer(
     projected = project(n, weights.wi, weights.bi)  # q, or q | W0 | W1
     q_width = hparams.heads * hparams.qkv
     q, keys, values = _queries_keys_values(hparams, weights, projected[..., :q_width], n, step)
-    segment, cache = _remember(cache, index, keys, values, step)
+    segments, cache = _remember(cache, index, keys, values, step)
     a = attend(
-        q, [segment], step.positions, window=window, cap=hparams.attn_softcap, blocks=options.blocks
+        q, segments, step.positions, window=window, cap=hparams.attn_softcap, blocks=options.blocks
     ).reshape(*x.shape[:2], q_width)
     if hparams.fused:
         m = ff_hidden(hparams.act, projected[..., q_width:])
@@ -171,11 +177,11 @@ def _queries_keys_values(
 
 def _remember(
     cache: KVCache | None, index: int | jax.Array, k: jax.Array, v: jax.Array, step: _Tokens
-) -> tuple[Segment, KVCache | None]:
-    """The segment to attend over: the cache with these tokens written, or these tokens alone."""
+) -> tuple[list[Segment], KVCache | None]:
+    """What to attend over: the cache with these tokens written and what is shared, or these tokens alone."""
     first, length = step.positions[:, 0], step.positions[:, -1] + 1
     if cache is None:
         count = jnp.full_like(length, k.shape[1])
-        return Segment(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), first, count), None
+        return [Segment(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), first, count)], None
     cache = cache.write(index, k, v, step.start)
-    return cache.segment(index, length, step.key_rates), cache
+    return attended(cache, index, length, step.shared, step.key_rates), cache

@@ -31,6 +31,7 @@ from layers.params import LayerParams
 from layers.quantization import Int8Weight, Weight
 from layers.rope import RopePhases, apply_rope_to_keys, apply_rope_to_queries
 from layers.sharded_ops import held_chunks, local_part, sharded_norm
+from layers.shared_prefix import SharedPrefixes, attended
 
 
 class StepTokens(NamedTuple):
@@ -41,12 +42,13 @@ class StepTokens(NamedTuple):
     `key_rates` is what is left to do.
     """
 
-    start: jax.Array  # [] or [rows]: position of the step's first token
+    start: jax.Array  # [] or [rows]: where the cache takes the step's first token
     length: jax.Array  # [rows]: positions that are filled after the step
     positions: jax.Array  # [rows, time]
     q_phases: RopePhases | None
     k_phases: RopePhases | None
     key_rates: jax.Array | None = None
+    shared: SharedPrefixes | None = None
 
 
 class _Columns(NamedTuple):
@@ -88,10 +90,9 @@ class ShardedLayer:
         q = self._queries(columns.q, step)
         keys, values = self._keys_values(n, step)
         cache = cache.write(cache_layer, keys, values, step.start)
-        segment = cache.segment(cache_layer, step.length, step.key_rates)
         a = attend(
             scatter_rows(q, self.attention),
-            [segment],
+            attended(cache, cache_layer, step.length, step.shared, step.key_rates),
             step.positions,
             window=window,
             cap=hparams.attn_softcap,

@@ -38,6 +38,7 @@ from layers.rope import rope_phases
 from layers.serial import ForwardOptions, stored_keys, window_table
 from layers.sharded_layer import ShardedLayer, StepTokens
 from layers.sharded_ops import local_part, sharded_norm
+from layers.shared_prefix import SharedPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,19 @@ class MeshModel:
             qkv=self.hparams.qkv,
         )
 
+    def shared_shape(self, entries: int, time: int) -> CacheShape:
+        """Sizes of shared prefixes: nothing is padded, since no axis splits them but those of the heads."""
+        return self.cache_shape(1, time)._replace(batch=entries)
+
+    def shared_specs(self, cache: KVCache) -> KVCache:
+        """Where shared prefixes lie: by kv heads, on every chip that splits the batch."""
+        return cache_specs(cache, self.sharding.attention.whole_rows)
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts that attention splits the batch into, each with a copy of what is shared."""
+        return self.shape.over(self.sharding.attention.batch)
+
     @property
     def attention(self) -> AttentionAxes:
         """How the cache's rows and heads lie on the mesh."""
@@ -121,16 +135,24 @@ class MeshModel:
         tokens: Int[Array, "batch time"],
         start: Int[Array, "*rows"],
         cache: KVCache,
+        shared: SharedPrefixes | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """One chip's residual after the last layer, and its cache; see `serial.forward` for the arguments.
 
-        tokens and start are the same on all chips. The residual has `ShardingConfig.padded_rows` rows.
+        tokens, start and the shared lengths are the same on all chips. The residual has
+        `ShardingConfig.padded_rows` rows.
         """
         hparams, dtype = self.padded, jnp.dtype(self.options.activation_dtype)
         multiple = self.sharding.padded_rows(1, self.shape)
         tokens = pad_rows(tokens, multiple)
         start = pad_rows(start, multiple) if start.ndim else start
-        step = self._step_tokens(tokens, start)
+        if shared is None:
+            step = self._step_tokens(tokens, start)
+        else:
+            shared = shared.seen_by(pad_rows(shared.lengths, multiple))
+            step = self._step_tokens(tokens, start + shared.offsets)
+            own = start if start.ndim == 0 else self._attention_rows(start)
+            step = step._replace(start=own, shared=shared.seen_by(self._attention_rows(shared.lengths)))
         k_phases, key_rates = stored_keys(hparams, step.k_phases, cache)
         step = step._replace(k_phases=k_phases, key_rates=key_rates)
         x = self._embed(params, tokens, dtype)
@@ -157,6 +179,11 @@ class MeshModel:
         return lax.fori_loop(
             0, hparams.layers, lambda index, carry: layer(index, stack, index, *carry), (x, cache)
         )
+
+    def _attention_rows(self, x: jax.Array) -> jax.Array:
+        """Of all rows `[batch, …]` those that attention gives this chip."""
+        attention = self.sharding.attention
+        return my_rows(local_part(x, attention.rows, 0), attention)
 
     def _step_tokens(self, tokens: jax.Array, start: jax.Array) -> StepTokens:
         """Positions and phases of this chip's rows and times, in the projections and in attention."""

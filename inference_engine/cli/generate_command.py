@@ -8,7 +8,7 @@ Data flow: flags → `plan_of` → jax starts → `generate_run.run` → exit co
 Worked example: `generate --temperature -1` is refused before jax starts.
 """
 
-from inference_engine.cli.generate_plan import plan_of
+from inference_engine.cli.generate_plan import SHARED_PREFIX, plan_of
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.mesh_flags import mesh_group
 from inference_engine.cli.model_flags import engine_group, model_group
@@ -25,6 +25,8 @@ _DESCRIPTION = (
     """The text goes to stdout; progress and a last line with the speed go to stderr. A text depends on its
     prompt, its sampling flags and the seed alone, not on what else is generated beside it. Nothing is cut
     silently: what does not fit is refused with the numbers.""",
+    """With --shared_prefix or --share_prefixes the tokens that prompts begin with, and those of a prompt with
+    several samples, are computed and held once; the texts are the same, slots take less memory.""",
     """A prompts file has an object a line, such as {"prompt": "KING.\\n", "seed": 3}; beside the prompt it
     may set any sampling flag for itself, by the flag's name.""",
     """With --json stdout is one object a line for each prompt and sample, with index, sample, prompt, text,
@@ -38,6 +40,10 @@ _EXAMPLES = (
         "--prompt $'KING HENRY.\\n' --prompt $'CLOWN.\\n'",
     ),
     ("three samples of at most 40 tokens", "--num_samples 3 --max_new_tokens 40 --seed 7"),
+    (
+        "samples and prompts that share what they begin with",
+        "--shared_prefix $'ACT I.\\n\\n' --prompt $'FIRST LORD.\\n' --prompt $'CLOWN.\\n' --num_samples 2",
+    ),
     ("prompts from a file, results for a program", "--prompts_file prompts.jsonl --json --logprobs 2"),
     ("the same text from eight chips", "--mesh 2,2,2 --layout 2d --attn_all_to_all yz"),
 )
@@ -79,4 +85,8 @@ def _prompts_group(default: str) -> Group:
     )
     file = Option("prompts_file", "JSONL file of prompts, after those of --prompt", metavar="FILE")
     skip = Option("skip_bad_lines", "leave bad lines of the file out, naming each on stderr", Kind.SWITCH)
-    return Group("Prompts", (prompt, file, skip))
+    prefix = Option(
+        SHARED_PREFIX, "text before every prompt; computed and held once for all of them", metavar="TEXT"
+    )
+    share = Option("share_prefixes", "hold once what prompts, or the samples of one, begin with", Kind.SWITCH)
+    return Group("Prompts", (prompt, file, skip, prefix, share))

@@ -21,7 +21,10 @@ from inference_engine.cli.prompts import (
 from inference_engine.cli.registries import Registries
 from inference_engine.cli.sampling_flags import fields_from_flags
 from inference_engine.sampling_params import SamplingParams
+from inference_engine.tokenizer import text_from_bytes
 from layers.errors import UserError
+
+SHARED_PREFIX = "shared_prefix"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class GeneratePlan:
       found: prompts, and the lines that cannot run.
       skip_bad_lines: whether the others run without them.
       json: objects instead of text.
+      share: whether what prompts have in common is held once.
       model, engine: see `model_flags`.
       mesh: None for one device.
     """
@@ -42,6 +46,7 @@ class GeneratePlan:
     model: ModelOptions
     engine: EngineOptions
     mesh: MeshOptions | None = None
+    share: bool = False
 
     @property
     def top_logprobs(self) -> int:
@@ -67,6 +72,8 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
         raise UserError("--skip_bad_lines is about a prompts file; nearest: --prompts_file FILE")
     if not flags["skip_bad_lines"]:
         found = [*keep_good(found)]
+    prefix = _shared_prefix(flags[SHARED_PREFIX])
+    found = [dataclasses.replace(p, text=prefix + p.text) if isinstance(p, Prompt) else p for p in found]
     _check_logprobs(found, json=flags["json"])
     return GeneratePlan(
         found=tuple(found),
@@ -75,7 +82,18 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
         model=model_options(flags),
         engine=engine_options(flags, registries.engine),
         mesh=mesh_options(flags),
+        share=flags["share_prefixes"] or bool(prefix),
     )
+
+
+def _shared_prefix(text: str | None) -> str:
+    """The text that stands before every prompt, empty for none; raises UserError for one that is no text."""
+    if text is None:
+        return ""
+    if not text:
+        raise UserError(f"--{SHARED_PREFIX} is empty; it needs at least one character")
+    # Bytes of the command line that are no UTF-8 arrive as surrogates; this tells which byte it is.
+    return text_from_bytes(text.encode("utf-8", "surrogateescape"), f"--{SHARED_PREFIX}")
 
 
 def _fields(params: SamplingParams) -> dict[str, object]:

@@ -39,6 +39,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.generate import Generator
 from inference_engine.request import Completion, FinishReason, Request, check_request
 from inference_engine.sampling_params import SamplingParams
+from inference_engine.sharing import SHORTEST, plan_sharing
 from layers.errors import UserError
 
 Fitted = tuple[Prompt, Request]
@@ -59,6 +60,7 @@ def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
     for reason in () if model.layouts is None else model.layouts.reasons:
         note("auto", reason, "dim")
     fitted = fit_all(plan, model, config)
+    config = _shared(plan, fitted, config)
     generator = Generator(load_engine(model, config, interrupts), model.tokenizer)
     try:
         failed = _generate(generator, fitted, interrupts, json=plan.json)
@@ -70,6 +72,29 @@ def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
     for line in failed:
         note("error", line, "bold red")
     return 1 if failed else 0
+
+
+def _shared(plan: GeneratePlan, fitted: Sequence[Fitted], config: EngineConfig) -> EngineConfig:
+    """The engine's settings for what the prompts share, where that is asked for; says what it comes to."""
+    if not plan.share:
+        return config
+    sharing = plan_sharing([request for _, request in fitted])
+    sized = sharing.sized(config)
+    texts = sum(request.params.num_samples for _, request in fitted)
+    if sized is config:
+        note(
+            "sharing",
+            f"{texts} texts begin with less than {SHORTEST} tokens in common; nothing is shared",
+            "",
+        )
+    else:
+        note(
+            "sharing",
+            f"{sharing.held_tokens} tokens held once for {texts} texts; a slot holds {sized.cache_time} "
+            f"positions instead of {config.cache_time}",
+            "dim",
+        )
+    return sized
 
 
 def fit_all(plan: GeneratePlan, model: OpenedModel, config: EngineConfig) -> list[Fitted]:

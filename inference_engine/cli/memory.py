@@ -47,14 +47,15 @@ def check_memory(
 def needed_bytes(
     hparams: HParams, weights: WeightsDtype, config: EngineConfig, *, generates: bool = True
 ) -> tuple[int, int]:
-    """Bytes of the weights and of the caches: one row a slot, and one a prompt that is being prefilled.
+    """Bytes of the weights, and of the caches of slots, of prompts being prefilled and of shared prefixes.
 
     Scoring (`generates` false) has the slots' rows alone.
     """
-    rows = config.slots + (config.prefill_rows if generates else 0)
-    return hparams.param_count * _KERNEL_BYTES[weights], config.cache_token_bytes(
-        hparams
-    ) * rows * config.cache_time
+    positions = config.slots * config.cache_time
+    if generates:
+        positions += config.prefill_rows * config.prefill_time
+        positions += sum(prefixes * time for prefixes, time in config.shared_sizes)
+    return hparams.param_count * _KERNEL_BYTES[weights], config.cache_token_bytes(hparams) * positions
 
 
 def available_bytes() -> int | None:
