@@ -31,6 +31,7 @@ from layers.rope import rope_phases, unstretched
 from layers.serial import stored_keys
 from layers.sharded_layer import ShardedLayer
 from layers.sharded_ops import local_part
+from layers.shared_prefix import SharedPrefixes, attended
 from layers.transformer import MeshModel
 from layers.weight_stationary import WeightStationary1D, WeightStationary2D
 
@@ -46,12 +47,13 @@ SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPla
 ONE_D, TWO_D = Layout.WEIGHT_STATIONARY_1D, Layout.WEIGHT_STATIONARY_2D
 _CASE = Case(
     Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
-    "float32", "float32", "float32", "auto", batch=8, prompt_tokens=5,
+    "float32", "float32", "float32", "auto", "own", batch=8, prompt_tokens=5,
 )  # fmt: skip
 TRADED = _CASE
 BY_HEADS = dataclasses.replace(
     _CASE, layout=ONE_D, prefill_layout=ONE_D, attn_all_to_all=AttnAllToAll.NONE, batch=3
 )
+SHARED = dataclasses.replace(_CASE, prefixes="shared", prompt_tokens=8)
 INT8_CACHE = dataclasses.replace(_CASE, kv_cache_dtype="int8")
 INT8 = dataclasses.replace(_CASE, weights="int8", attn_all_to_all=AttnAllToAll.AXES_YZ)
 GATHERED_XY = dataclasses.replace(
@@ -90,6 +92,9 @@ _gathered_out, _walk = weight_gathered.WeightGathered.project_out, weight_gather
 _beside, _all_times = sharded_layer._beside, sharded_layer.all_times
 _moved_heads, _overwrite = cache_insert._moved_heads, cache_insert._overwrite
 _embedding = WeightStationary2D.reduce_embedding
+
+
+_attention_rows, _segments = MeshModel._attention_rows, SharedPrefixes.segments
 
 
 def _step(change: Callable[[MeshModel, jax.Array, Any], Any]) -> Patch:
@@ -209,6 +214,20 @@ def _every_time_is_the_first(self: MeshModel, tokens: jax.Array, start: jax.Arra
     return step._replace(positions=step.positions - shift)
 
 
+def _own_segments(**changes: Callable[[Any], Any]) -> Patch:
+    """Changes the rows' own segments beside shared ones."""
+
+    def changed(*args: Any) -> Any:
+        *shared, own = attended(*args)
+        return [*shared, dataclasses.replace(own, **{name: change(own) for name, change in changes.items()})]
+
+    return sharded_layer, "attended", changed
+
+
+def _one_key_more(self: SharedPrefixes, *args: Any) -> Any:
+    return [dataclasses.replace(s, length=s.length + 1, start=s.start - 1) for s in _segments(self, *args)]
+
+
 def _cache_scales(change: Callable[[jax.Array], jax.Array]) -> Patch:
     """Changes the scales that a layer finds in its int8 cache."""
 
@@ -254,6 +273,17 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     "int8_cache_scales_lost": ((GROUPED, INT8_CACHE), _cache_scales(jnp.ones_like)),
     "int8_cache_scales_of_another_position": (
         (GROUPED, INT8_CACHE), _cache_scales(lambda scale: jnp.roll(scale, 1, axis=-1))
+    ),
+    "shared_prefix_lost": (
+        (GROUPED, SHARED), (sharded_layer, "attended", lambda *args: attended(*args)[-1:])
+    ),
+    "shared_prefix_counts_for_nothing": ((GROUPED, SHARED), _own_segments(start=lambda own: own.start * 0)),
+    "shared_prefix_of_another_row": (
+        (GROUPED, SHARED),
+        (MeshModel, "_attention_rows", lambda self, x: _attention_rows(self, jnp.roll(x, 1, axis=0))),
+    ),
+    "shared_prefix_with_a_key_too_many": (
+        (MULTIQUERY, SHARED), (SharedPrefixes, "segments", _one_key_more)
     ),
     "xpos_of_int8_keys_lost": (
         (XPOS, INT8_CACHE),

@@ -21,7 +21,8 @@ from tests.tiny_checkpoint import TINY, save_tiny
 
 FIELDS = {
     "layout", "prefill_layout", "attn_all_to_all", "collectives", "weights", "activation_dtype",
-    "reduce_dtype", "kv_cache_dtype", "batch", "prompt_tokens", "max_rel_err", "tokens_equal", "ties", "ok",
+    "reduce_dtype", "kv_cache_dtype", "prefixes", "batch", "prompt_tokens", "max_rel_err", "tokens_equal",
+    "ties", "ok",
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def test_a_flag_narrows_the_check(
     (value,) = _check(tiny, monkeypatch, capsys, *words).rows
     found = {(row["weights"], row["collectives"], row["layout"]) for row in value["rows"]}
     assert found == {("int8", "latency", "1d")}
-    assert len(value["rows"]) == 4 * 2 * 2 * 2 * 3 * 3
+    assert len(value["rows"]) == 4 * 2 * 2 * 2 * 2 * 3 * 3
 
 
 def test_the_table_fits_its_width() -> None:

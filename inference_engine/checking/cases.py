@@ -23,6 +23,9 @@ from layers.errors import UserError
 from layers.layout import AttnAllToAll, Layout, ShardingConfig, check_pair
 from layers.mesh_shape import MeshShape
 
+SHARED = "shared"
+PREFIXES = ("own", SHARED)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -31,6 +34,8 @@ class Case:
     Attributes:
       layout, prefill_layout: of decoding and of prefill, over one copy of the weights.
       attn_all_to_all: of decoding; prefill trades over those of its axes that it does not gather.
+      kv_cache_dtype: see `EngineConfig`.
+      prefixes: whether rows hold what they all begin with themselves, or it is held once for all of them.
       prompt_tokens: of the longest row; row b has (b mod 3) fewer, one at least.
     """
 
@@ -42,6 +47,7 @@ class Case:
     activation_dtype: str
     reduce_dtype: str
     kv_cache_dtype: str
+    prefixes: str
     batch: int
     prompt_tokens: int
 
@@ -74,6 +80,7 @@ class Factors:
     activation_dtype: tuple[str, ...] = ("float32", "bfloat16")
     reduce_dtype: tuple[str, ...] = ("float32", "bfloat16")
     kv_cache_dtype: tuple[str, ...] = KV_CACHE_DTYPES
+    prefixes: tuple[str, ...] = PREFIXES
     batch: tuple[int, ...] = (1, 3, 8)
     prompt_tokens: tuple[int, ...] = (1, 5, 12)
 

@@ -28,10 +28,12 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.state import CheckpointState
-from inference_engine.checking.cases import Case, Factors
+from inference_engine.checking.cases import SHARED, Case, Factors
 from inference_engine.checking.tolerance import tolerance
-from inference_engine.config import EngineConfig
+from inference_engine.config import EngineConfig, SharedRoom
+from inference_engine.decode_state import Prefix, SharedPool
 from inference_engine.model import OneDeviceModel
+from inference_engine.shared_pool import empty_pool, hold_step, pool_specs, prefill_view
 from inference_engine.steps import Models
 from layers.cache_insert import insert_row
 from layers.kv_cache import KVCache
@@ -39,6 +41,7 @@ from layers.layout import WeightStorage
 from layers.mesh_shape import MeshShape
 from layers.params import Params
 from layers.serial import ForwardOptions
+from layers.shared_prefix import SharedPrefixes
 from layers.transformer import MeshModel
 
 DECODE_STEPS = 32
@@ -48,6 +51,8 @@ COPIES_HELD = 4  # of the weights, in different dtypes and layouts
 Program = Callable[..., jax.Array]
 Numbers = tuple[str, str, str]
 """How one device holds numbers too: dtypes of weights, activations and cache."""
+Caches = tuple[KVCache, KVCache, SharedPool | None]
+"""Of prefill, of decoding, and of what is shared."""
 Carry = tuple[jax.Array, jax.Array, KVCache]
 
 
@@ -80,18 +85,22 @@ class Row:
 class _Batch:
     """Inputs of a case: prompts `[batch, longest]` and the position of each row's last prompt token.
 
-    What stands behind a row's last token is written by the prefill and must never be seen.
+    What stands behind a row's last token is written by the prefill and must never be seen. All rows begin
+    with the same `alike` tokens.
     """
 
     prompts: np.ndarray
     last: np.ndarray
+    alike: int
 
 
 def _inputs(prompt_tokens: int, longest: int, rows: int, vocab: int) -> _Batch:
     """The first `rows` rows of a batch that is the same for every case of these lengths."""
     prompts = np.random.default_rng(prompt_tokens).integers(0, vocab, (LARGEST_BATCH, longest), np.int32)
     last = np.maximum(prompt_tokens - 1 - np.arange(LARGEST_BATCH) % 3, 0).astype(np.int32)
-    return _Batch(prompts[:rows], last[:rows])
+    alike = int(last.min()) // 2
+    prompts[:, :alike] = prompts[:1, :alike]
+    return _Batch(prompts[:rows], last[:rows], alike)
 
 
 def compiler_options(platform: str) -> dict[str, bool | int]:
@@ -101,48 +110,72 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-def _program(
-    models: Models, params: Params, batch: int, prompt: int, steps: int, kv_cache_dtype: str
-) -> Program:
-    """(params, prompts, last, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What a program is compiled for; a batch whose prefixes are shared holds them once."""
+
+    batch: int
+    prompt: int
+    steps: int
+    kv_cache_dtype: str
+    shares: bool = False
+
+    def config(self, activation_dtype: str) -> EngineConfig:
+        """The caches' settings."""
+        rooms = (SharedRoom(1, self.prompt),) if self.shares else ()
+        return EngineConfig(
+            prefill_chunk=1,
+            activation_dtype=activation_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            shared=rooms,
+        )
+
+
+def _program(models: Models, params: Params, sizes: _Sizes) -> Program:
+    """(params, batch, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
 
     forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
     """
     model, stacked = models.decode, not isinstance(params.layers, tuple)
-    config = EngineConfig(activation_dtype=model.options.activation_dtype, kv_cache_dtype=kv_cache_dtype)
+    config = sizes.config(model.options.activation_dtype)
 
-    def empty() -> tuple[KVCache, KVCache]:
+    def empty() -> Caches:
+        shapes = [each.cache_shape(sizes.batch, sizes.prompt + sizes.steps) for each in models]
         dtype = jnp.dtype(config.cache_dtype)
-        shapes = [each.cache_shape(batch, prompt + steps) for each in models]
         prefix, cache = (KVCache.zeros(shape, dtype, stacked=stacked) for shape in shapes)
-        return prefix, cache
+        return prefix, cache, empty_pool(*models, config, stacked=stacked) if sizes.shares else None
 
     def run(
         params: Params,
-        caches: tuple[KVCache, KVCache],
+        caches: Caches,
         prompts: jax.Array,
         last: jax.Array,
+        alike: jax.Array,
         forced: jax.Array,
-    ) -> tuple[jax.Array, tuple[KVCache, KVCache]]:
-        prefix, cache = caches
-        _, prefix = models.prefill.forward(params, prompts, jnp.zeros((), jnp.int32), prefix)
-        cache = _inserted(models, prefix, cache, batch)
+    ) -> tuple[jax.Array, Caches]:
+        prefix, cache, pool = _prefilled(models, params, caches, prompts, alike)
+        shared = None
+        if pool is not None:
+            shared = SharedPrefixes(pool.caches, pool.starts, _seen(alike, sizes.batch))
         first = jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0]
 
         def step(carry: Carry, forced_now: jax.Array) -> tuple[Carry, jax.Array]:
-            token, position, cache = carry
-            x, cache = model.forward(params, token[:, None], position, cache)
-            logits = model.logits(params, x, batch)[:, 0]
+            token, index, cache = carry
+            x, cache = model.forward(params, token[:, None], index, cache, shared)
+            logits = model.logits(params, x, sizes.batch)[:, 0]
             if model.vocab_axes:  # on a mesh the tokens are forced
-                return (forced_now, position + 1, cache), logits
+                return (forced_now, index + 1, cache), logits
             greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return (jnp.where(forced_now < 0, greedy, forced_now), position + 1, cache), logits
+            return (jnp.where(forced_now < 0, greedy, forced_now), index + 1, cache), logits
 
-        (_, _, cache), logits = lax.scan(step, (first, last, cache), forced.T)
-        return logits, (prefix, cache)
+        own = last if shared is None else last - shared.offsets
+        (_, _, cache), logits = lax.scan(step, (first, own, cache), forced.T)
+        return logits, (prefix, cache, pool)
 
-    cache_specs = tuple(each.cache_specs(c) for each, c in zip(models, jax.eval_shape(empty), strict=True))
-    in_specs = (model.param_specs(params), cache_specs, P(), P(), P())
+    prefix, cache, pool = jax.eval_shape(empty)
+    places = None if pool is None else pool_specs(*models, pool)
+    cache_specs = (models.prefill.cache_specs(prefix), model.cache_specs(cache), places)
+    in_specs = (model.param_specs(params), cache_specs, P(), P(), P(), P())
     out_specs = (P(None, None, model.vocab_axes or None), cache_specs)
     program = jax.jit(
         model.sharded(run, in_specs, out_specs),
@@ -153,10 +186,31 @@ def _program(
     )
     make_caches = jax.jit(empty, out_shardings=model.placed(cache_specs))
 
-    def call(params: Params, prompts: np.ndarray, last: np.ndarray, forced: np.ndarray) -> jax.Array:
-        return program(params, make_caches(), prompts, last, forced)[0]
+    def call(params: Params, batch: _Batch, forced: np.ndarray) -> jax.Array:
+        return program(params, make_caches(), batch.prompts, batch.last, np.int32(batch.alike), forced)[0]
 
     return call
+
+
+def _seen(alike: jax.Array, rows: int) -> jax.Array:
+    """Lengths `[rows, 1]` of the one prefix that all rows share; every other row sees one key less of it."""
+    return jnp.maximum(alike - jnp.arange(rows, dtype=jnp.int32)[:, None] % 2, 0)
+
+
+def _prefilled(
+    models: Models, params: Params, caches: Caches, prompts: jax.Array, alike: jax.Array
+) -> Caches:
+    """Whole prompts in each row, or the first one's beginning in the pool and the rest of each in its row."""
+    prefix, cache, pool = caches
+    zero, rows = jnp.zeros((), jnp.int32), len(prompts)
+    _, prefix = models.prefill.forward(params, prompts, zero, prefix)
+    if pool is not None:
+        pool = hold_step(*models, 0, pool, Prefix(prefix), zero, zero, zero)
+        seen, count = _seen(alike, rows), prompts.shape[1]
+        places = (seen + jnp.arange(count, dtype=jnp.int32)[None, :]) % count
+        rest = jnp.take_along_axis(prompts, places, axis=1)
+        _, prefix = models.prefill.forward(params, rest, zero, prefix, prefill_view(pool, seen))
+    return prefix, _inserted(models, prefix, cache, rows), pool
 
 
 def _inserted(models: Models, prefix: KVCache, cache: KVCache, batch: int) -> KVCache:
@@ -208,8 +262,8 @@ class Checker:
         )
         params = self._params(case.weights, case.layout.form.storage)
         inputs = _inputs(prompt_tokens, self.longest, rows, self.state.hparams.vocab)
-        program = _program(models, params, rows, self.longest, self.steps, case.kv_cache_dtype)
-        logits = np.asarray(program(params, inputs.prompts, inputs.last, forced))
+        sizes = _Sizes(rows, self.longest, self.steps, case.kv_cache_dtype, case.prefixes == SHARED)
+        logits = np.asarray(_program(models, params, sizes)(params, inputs, forced))
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
 
     def _load(self, weights: str, storage: WeightStorage | None) -> Params:
@@ -221,7 +275,7 @@ class Checker:
         inputs = _inputs(prompt_tokens, self.longest, LARGEST_BATCH, self.state.hparams.vocab)
         undecided = np.full((LARGEST_BATCH, self.steps), -1, np.int32)
         program, params = self._reference_program(numbers)
-        logits = np.asarray(program(params, inputs.prompts, inputs.last, undecided))
+        logits = np.asarray(program(params, inputs, undecided))
         return np.argmax(logits, axis=-1).astype(np.int32).T, logits
 
     def _compile_reference(self, numbers: Numbers) -> tuple[Program, Params]:
@@ -229,8 +283,8 @@ class Checker:
         model = OneDeviceModel(self.state.hparams, ForwardOptions(activation_dtype))
         params = self._params(weights, None)
         models = Models(model, model)
-        program = _program(models, params, LARGEST_BATCH, self.longest, self.steps, kv_cache_dtype)
-        return program, params
+        sizes = _Sizes(LARGEST_BATCH, self.longest, self.steps, kv_cache_dtype)
+        return _program(models, params, sizes), params
 
 
 def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:

@@ -10,6 +10,7 @@ Worked example: `check --layout 1d --collectives latency` is a covering set of t
 
 import dataclasses
 
+from inference_engine.checking.cases import PREFIXES
 from inference_engine.cli.check_plan import check_plan
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.mesh_flags import CUBE, mesh_group
@@ -79,4 +80,8 @@ def _model_group() -> Group:
         "activation_dtype", "dtype of activations", Kind.CHOICE, choices=ACTIVATIONS,
         shown_default="every one",
     )  # fmt: skip
-    return Group("Model", (*every, activations, kv_cache_option("every one")))
+    prefixes = Option(
+        "prefixes", "whether prompts hold what they all begin with themselves or together", Kind.CHOICE,
+        choices=PREFIXES, shown_default="every one",
+    )  # fmt: skip
+    return Group("Model", (*every, activations, kv_cache_option("every one"), prefixes))

@@ -58,7 +58,7 @@ def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
     made = {
         "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
         "weights": str, "activation_dtype": str, "reduce_dtype": str,
-        "kv_cache_dtype": str,
+        "kv_cache_dtype": str, "prefixes": str,
     }  # fmt: skip
     others = {name: (make(given[name]),) for name, make in made.items() if name in given}
     return {name: (Layout(value),) for name, value in layouts.items() if value is not None} | others

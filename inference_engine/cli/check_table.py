@@ -2,7 +2,7 @@
 
 Worked example: a row is
 
-    2d     gathered_xy yzx latency     int8 f32 f32 auto 3    5   2.1e-06 equal  0    ok
+    2d     gathered_xy yzx latency     int8 f32 f32 auto own 3    5   2.1e-06 equal  0    ok
 """
 
 import io
@@ -13,8 +13,8 @@ from inference_engine.cli.terminal import Stream
 
 WIDTH = 100
 _NAMES = (
-    "decode", "prefill", "a2a", "collectives", "wts", "act", "sum", "cache", "rows", "len", "error", "tokens",
-    "ties", "",
+    "decode", "prefill", "a2a", "collectives", "wts", "act", "sum", "kv", "prefix", "rows", "len", "error",
+    "tokens", "ties", "",
 )  # fmt: skip
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 

@@ -92,7 +92,9 @@ class OpenedModel:
         elements = insert_elements(
             padded, self.mesh.shape, layouts.prefill, layouts.decode, config.cache_time
         )
-        return round(elements * ELEMENT_BYTES[config.activation_dtype])
+        form = self.hparams
+        of_one = config.cache_token_bytes(form) / (2 * form.layers * form.kv_heads * form.qkv)
+        return round(elements * of_one)
 
     def words(self) -> str:
         """Mesh and layouts in a phrase; nothing for one device."""
