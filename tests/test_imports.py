@@ -33,6 +33,7 @@ PURE = (
     "inference_engine.detokenizer",
     "inference_engine.sampling_params",
     "inference_engine.score_windows",
+    "inference_engine.sharing",
     "inference_engine.text_score",
     "inference_engine.tokenizer",
     "layers.collectives.mode",
