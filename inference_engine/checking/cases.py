@@ -8,8 +8,8 @@ What cannot run on a mesh is left out, with the reason that `layers.layout` give
 Data flow: `Factors`, mesh → `all_cases` or `covering_cases` → `Case` → checking.run.
 
 Worked example: on 2,2,2 decoding has 7 legal layouts with 18 legal pairs of layout and all-to-all; times the
-legal prefill layouts, 4 collectives, 3 weights, 2 × 2 dtypes, 2 caches, 3 batches and 3 lengths that are
-112,320 cases. The covering set has 68.
+legal prefill layouts, 4 collectives, 3 weights, 2 × 2 dtypes, 2 caches, prefixes shared or not, 3 batches
+and 3 lengths that are 224,640 cases. The covering set has 68.
 """
 
 import dataclasses
@@ -130,9 +130,10 @@ def illegal_settings(factors: Factors, mesh: MeshShape) -> list[tuple[str, str]]
 
 def all_cases(factors: Factors, mesh: MeshShape) -> Iterator[Case]:
     """Every legal combination."""
-    for values in itertools.product(*factors.values):
-        if refusal(dict(enumerate(values[: TRADE + 1])), mesh) is None:
-            yield Case(*values)
+    layouts, rest = factors.values[: TRADE + 1], factors.values[TRADE + 1 :]
+    for chosen in itertools.product(*layouts):
+        if refusal(dict(enumerate(chosen)), mesh) is None:
+            yield from (Case(*chosen, *values) for values in itertools.product(*rest))
 
 
 EXACT = ("float32",)

@@ -1,4 +1,4 @@
-"""The rows of `check` as a table of at most 100 columns.
+"""The rows of `check` as a table of at most 120 columns.
 
 Worked example: a row is
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from inference_engine.checking.run import Row
 from inference_engine.cli.terminal import Stream
 
-WIDTH = 100
+WIDTH = 120
 _NAMES = (
     "decode", "prefill", "a2a", "collectives", "wts", "act", "sum", "kv", "prefix", "rows", "len", "error",
     "tokens", "ties", "",
