@@ -36,6 +36,7 @@ PURE = (
     "layers.collectives.mode",
     "layers.errors",
     "layers.hparams",
+    "layers.ring_schedule",
     "run_serving",
 )
 # Processor time; importing jax alone takes several times as much.
