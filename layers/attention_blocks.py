@@ -72,6 +72,14 @@ class OutputGradient:
     delta: jax.Array
 
 
+def output_gradient(
+    output: jax.Array, lse: jax.Array, d_output: jax.Array, d_lse: jax.Array
+) -> OutputGradient:
+    """From a forward pass and the gradients of its two results."""
+    delta = jnp.sum(output.astype(jnp.float32) * d_output.astype(jnp.float32), axis=-1) - d_lse
+    return OutputGradient(d_output, lse, jnp.where(is_empty(lse), 0.0, delta))
+
+
 Bounds = Int[Array, "2"]
 """How far a query sees to the left and to the right, inclusive; see `ring_schedule.Reach`."""
 

@@ -21,27 +21,18 @@ which the last are skipped under a causal mask. With window (3, 0) the ring stop
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from layers.attention_blocks import (
-    PADDING,
-    Block,
-    BlockKernel,
-    Keys,
-    OutputGradient,
-    Queries,
-    ScoreForm,
-    nothing_seen,
-)
+from layers.attention_blocks import PADDING, BlockKernel, Keys, Queries, ScoreForm, output_gradient
 from layers.attention_walk import XlaBlocks
-from layers.collectives.ring import AxisName, Index, Ring, axis_names
+from layers.collectives.ring import AxisName, axis_names
+from layers.ring_passes import RingConfig, ring_gradients, ring_output
 from layers.ring_schedule import Arc, Reach, TokenOrder, chip_spans, needed_arc, piece_length
-from layers.softmax_merge import Partial, is_empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +60,11 @@ class AttentionForm:
         """Mask and window as one."""
         return Reach.of(self.is_causal, self.window_size)
 
+    @property
+    def bounds(self) -> Int[Array, "2"]:
+        """The reach as numbers of a program; by operations, as a partitioned call may hold no constant."""
+        return jnp.where(jnp.arange(2) == 0, self.reach.left, self.reach.right).astype(jnp.int32)
+
     def scores(self, qkv: int) -> ScoreForm:
         """How scores are formed."""
         scale = 1 / math.sqrt(qkv) if self.softmax_scale is None else self.softmax_scale
@@ -91,19 +87,6 @@ class TokenPlaces(NamedTuple):
     k_segments: jax.Array | None = None
     key_lengths: jax.Array | None = None
     bounds: jax.Array | None = None
-
-
-_KeyGradients = tuple[jax.Array, jax.Array]
-Travelling = TypeVar("Travelling", Keys, _KeyGradients)
-
-
-class _Config(NamedTuple):
-    """The static part of a ring."""
-
-    axis_name: AxisName
-    arc: Arc
-    scores: ScoreForm
-    kernel: BlockKernel
 
 
 def ring_attention(
@@ -137,19 +120,21 @@ def ring_attention_with_lse(
     places: TokenPlaces = TokenPlaces(),
 ) -> tuple[Float[Array, "batch time heads qkv"], Float32[Array, "batch time heads"]]:
     """`ring_attention` and its natural log-sum-exp, −inf where a query sees no key; both have gradients."""
-    heads, kv_heads = q.shape[2], k.shape[2]
+    require_groups(q.shape[2], k.shape[2])
+    bounds = form.bounds if places.bounds is None else places.bounds
+    q_places, k_places = default_places(q.shape, k.shape, axis_name, form.order, places)
+    arc = walked_arc(q.shape[1], k.shape[1], axis_name, form, places)
+    config = RingConfig(axis_name, arc, form.scores(q.shape[3]), form.kernel)
+    return _ring(config, *vary_alike(axis_name, q, k, v, q_places, k_places, bounds))
+
+
+def require_groups(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that do not share out over the kv heads."""
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads over {kv_heads} kv heads; allowed: a multiple of {kv_heads}")
-    reach, bounds = form.reach, places.bounds
-    if bounds is None:
-        bounds = jnp.asarray([reach.left, reach.right], jnp.int32)
-    q_places, k_places = _default_places(q.shape, k.shape, axis_name, form.order, places)
-    arc = _arc(q.shape[1], k.shape[1], axis_name, form, places)
-    config = _Config(axis_name, arc, form.scores(q.shape[3]), form.kernel)
-    return _ring(config, *_vary_alike(axis_name, q, k, v, q_places, k_places, bounds))
 
 
-def _default_places(
+def default_places(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
     axis_name: AxisName,
@@ -191,7 +176,9 @@ def chip_positions(length: int, axis_name: AxisName, order: TokenOrder) -> Int[A
     return jnp.where(place < piece, index, 2 * chips - 2 - index) * piece + place
 
 
-def _arc(q_length: int, k_length: int, axis_name: AxisName, form: AttentionForm, places: TokenPlaces) -> Arc:
+def walked_arc(
+    q_length: int, k_length: int, axis_name: AxisName, form: AttentionForm, places: TokenPlaces
+) -> Arc:
     """The chunks to walk: all of them unless positions and reach are known beforehand."""
     chips = lax.axis_size(axis_names(axis_name))
     if any(given is not None for given in (places.q_positions, places.k_positions, places.bounds)):
@@ -200,7 +187,7 @@ def _arc(q_length: int, k_length: int, axis_name: AxisName, form: AttentionForm,
     return needed_arc(queries, chip_spans(form.order, k_length * chips, chips), form.reach)
 
 
-def _vary_alike(axis_name: AxisName, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def vary_alike(axis_name: AxisName, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays, all varying over the ring and over every axis that one of them varies over."""
     axes = frozenset(axis_names(axis_name)).union(*(_varying(array) for array in arrays))
     missing = (tuple(sorted(axes - _varying(array))) for array in arrays)
@@ -215,77 +202,28 @@ def _varying(array: jax.Array) -> frozenset[str]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    config: _Config,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_places: jax.Array,
-    k_places: jax.Array,
-    bounds: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Output in q's dtype, and log-sum-exp."""
-    ring, arc = Ring.over(config.axis_name, max_unrolled=0), config.arc
-
-    def absorb(running: Partial, keys: Keys) -> Partial:
-        return config.kernel.forward(Block(Queries(q, q_places), keys, bounds), config.scores, running)
-
-    def step(_: Index, carry: tuple[Partial, Keys]) -> tuple[Partial, Keys]:
-        running, keys = carry
-        return absorb(running, keys), _hop(ring, keys, 1)
-
-    running = nothing_seen(q)
-    if arc.count:
-        carry = (running, _hop(ring, Keys(k, v, k_places), arc.start))
-        running = absorb(*ring.run(step, carry, 0, arc.count - 1))
-    return running.output.astype(q.dtype), running.lse
+def _ring(config: RingConfig, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output in q's dtype, and log-sum-exp; arrays are q, k, v, their places and the bounds."""
+    q, k, v, q_places, k_places, bounds = arrays
+    done = ring_output(config, Queries(q, q_places), Keys(k, v, k_places), bounds)
+    return done.output.astype(q.dtype), done.lse
 
 
-def _ring_forward(config: _Config, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _ring_forward(
+    config: RingConfig, *arrays: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     output, lse = _ring(config, *arrays)
     return (output, lse), (*arrays, output, lse)
 
 
 def _ring_backward(
-    config: _Config, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+    config: RingConfig, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     """dq, dk, dv; no gradient for places and bounds."""
     q, k, v, q_places, k_places, bounds, output, lse = saved
-    d_output, d_lse = cotangents
-    ring, arc = Ring.over(config.axis_name, max_unrolled=0), config.arc
-    delta = jnp.sum(output.astype(jnp.float32) * d_output.astype(jnp.float32), axis=-1) - d_lse
-    gradient = OutputGradient(d_output, lse, jnp.where(is_empty(lse), 0.0, delta))
-
-    def share(dq: jax.Array, keys: Keys) -> tuple[jax.Array, _KeyGradients]:
-        block = Block(Queries(q, q_places), keys, bounds)
-        dq, dk, dv = config.kernel.backward(block, config.scores, gradient, dq)
-        return dq, (dk, dv)
-
-    def add(dq: jax.Array, travelling: _KeyGradients, keys: Keys) -> tuple[jax.Array, _KeyGradients]:
-        """One block; its dk and dv join those that have come this far with the keys."""
-        arrived = _hop(ring, travelling, 1)
-        dq, kv = share(dq, keys)
-        return dq, jax.tree.map(jnp.add, arrived, kv)
-
-    def step(_: Index, carry: tuple[jax.Array, _KeyGradients, Keys]) -> tuple[jax.Array, _KeyGradients, Keys]:
-        dq, travelling, keys = carry
-        return *add(dq, travelling, keys), _hop(ring, keys, 1)
-
-    if not arc.count:
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), None, None, None
-    keys = _hop(ring, Keys(k, v, k_places), arc.start)
-    dq, travelling = share(jnp.zeros_like(q, dtype=jnp.float32), keys)
-    if arc.count > 1:
-        carry = (dq, travelling, _hop(ring, keys, 1))
-        dq, travelling = add(*ring.run(step, carry, 1, arc.count - 1))
-    dk, dv = _hop(ring, travelling, -(arc.start + arc.count - 1))
+    gradient = output_gradient(output, lse, *cotangents)
+    dq, dk, dv = ring_gradients(config, Queries(q, q_places), Keys(k, v, k_places), bounds, gradient)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
-
-
-def _hop(ring: Ring, tree: Travelling, places: int) -> Travelling:
-    """All leaves moved on by so many places, none for a whole turn."""
-    places %= ring.size
-    return jax.tree.map(lambda x: ring.hop(x, places), tree) if places else tree
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
