@@ -16,7 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from layers.attention_blocks import (
     PADDING,
@@ -92,15 +92,27 @@ def needed_range(
     q_places: Int[Array, "batch 2 time"], k_places: Int[Array, "batch 2 keys"], bounds: Bounds, tiles: Tiles
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """First tile of keys that a query may see, and the one after the last; equal if there is none."""
-    batch = k_places.shape[0]
-    low_k, high_k = _extent(k_places.reshape(batch, 2, tiles.count, tiles.size))  # [batch, 2, count]
-    low_q, high_q = (x[..., None] for x in _extent(q_places))
-    near = (low_q - high_k)[:, POSITION] <= bounds[0]
-    near &= (low_k - high_q)[:, POSITION] <= bounds[1]
-    needed = jnp.any(near & ((low_q <= high_k) & (low_k <= high_q))[:, SEGMENT], axis=0)
+    rows = Tiles(q_places.shape[2], q_places.shape[2], 1)
+    needed = jnp.any(needed_tiles(q_places, k_places, bounds, rows, tiles)[:, 0], axis=0)
     numbers = jnp.arange(tiles.count, dtype=jnp.int32)
     high = jnp.max(jnp.where(needed, numbers + 1, 0))
     return jnp.minimum(jnp.min(jnp.where(needed, numbers, tiles.count)), high), high
+
+
+def needed_tiles(
+    q_places: Int[Array, "batch 2 rows"],
+    k_places: Int[Array, "batch 2 columns"],
+    bounds: Bounds,
+    rows: Tiles,
+    columns: Tiles,
+) -> Bool[Array, "batch row_tiles column_tiles"]:
+    """Whether a query of a tile may see a key of another; both are whole tiles."""
+    batch = k_places.shape[0]
+    low_k, high_k = _extent(k_places.reshape(batch, 2, 1, columns.count, columns.size))
+    low_q, high_q = _extent(q_places.reshape(batch, 2, rows.count, 1, rows.size))
+    near = (low_q - high_k)[:, POSITION] <= bounds[0]
+    near &= (low_k - high_q)[:, POSITION] <= bounds[1]
+    return near & ((low_q <= high_k) & (low_k <= high_q))[:, SEGMENT]
 
 
 def _extent(places: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from layers.attention_blocks import (
     Block,
@@ -87,15 +88,19 @@ def ring_gradients(
         dq, dk, dv = config.kernel.backward(block, config.scores, gradient, dq)
         return dq, (dk, dv)
 
-    def add(dq: jax.Array, travelling: _KeyGradients, keys: Keys) -> tuple[jax.Array, _KeyGradients]:
-        """One block; its dk and dv join those that have come this far with the keys."""
-        arrived = _hop(ring, travelling, 1)
+    def add(dq: jax.Array, travelling: _KeyGradients, keys: Keys) -> tuple[jax.Array, _KeyGradients, Keys]:
+        """One block; its dk and dv join those that have come this far with the keys, which go on.
+
+        The sum waits for the keys to be gone: beside the kernels there is time for their hop, beside the sum
+        there is not, and the TPU compiler would start it there.
+        """
+        arrived, onward = _hop(ring, travelling, 1), _hop(ring, keys, 1)
         dq, kv = share(dq, keys)
-        return dq, jax.tree.map(jnp.add, arrived, kv)
+        arrived, onward = lax.optimization_barrier((arrived, onward))
+        return dq, jax.tree.map(jnp.add, arrived, kv), onward
 
     def step(_: Index, carry: tuple[jax.Array, _KeyGradients, Keys]) -> tuple[jax.Array, _KeyGradients, Keys]:
-        dq, travelling, keys = carry
-        return *add(dq, travelling, keys), _hop(ring, keys, 1)
+        return add(*carry)
 
     if not arc.count:
         return dq, jnp.zeros_like(keys.k, dtype=jnp.float32), jnp.zeros_like(keys.v, dtype=jnp.float32)
@@ -103,7 +108,10 @@ def ring_gradients(
     dq, travelling = share(dq, keys)
     if arc.count > 1:
         carry = (dq, travelling, _hop(ring, keys, 1))
-        dq, travelling = add(*ring.run(step, carry, 1, arc.count - 1))
+        dq, travelling, keys = ring.run(step, carry, 1, arc.count - 1)
+        arrived = _hop(ring, travelling, 1)
+        dq, kv = share(dq, keys)
+        travelling = jax.tree.map(jnp.add, arrived, kv)
     return dq, *_hop(ring, travelling, -(arc.start + arc.count - 1))
 
 

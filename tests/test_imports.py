@@ -47,7 +47,18 @@ HEAVY = ("jax", "jaxlib", "flax", "orbax", "tensorstore", "scipy")
 # Experimental interfaces without a public twin, each with the modules that may use it.
 EXPERIMENTAL = {
     "jax.experimental.custom_partitioning": ("layers.ring_partitioning",),
-    "jax.experimental.topologies": ("tests.collectives_on_tpu", "tests.decode_on_tpu"),
+    "jax.experimental.pallas": (
+        "layers.pallas_backward",
+        "layers.pallas_blocks",
+        "layers.pallas_forward",
+        "layers.pallas_tiles",
+        "tests.kernel_blocks",
+    ),
+    "jax.experimental.topologies": (
+        "tests.collectives_on_tpu",
+        "tests.decode_on_tpu",
+        "tests.ring_on_tpu",
+    ),
 }
 
 
