@@ -214,6 +214,7 @@ def _attend_rows(
     window: int | jax.Array | None,
     cap: float | None,
     keys_per_block: int,
+    axes: tuple[str, ...],
 ) -> jax.Array:
     """Attention of one block of queries, walking the key blocks of every segment."""
     kv_heads = segments[0].k.shape[-3]
@@ -231,8 +232,20 @@ def _attend_rows(
         else:
             low, high = _needed_blocks(segment, q_positions, window, size)
             running = jax.lax.fori_loop(low, high, step, running)
+    running = _over_chips(running, axes)
     output = running.output / jnp.where(running.total > 0, running.total, 1.0)[..., None]
     return _unfold_rows(output, q.shape[1]).astype(q.dtype)
+
+
+def _over_chips(running: _Running, axes: tuple[str, ...]) -> _Running:
+    """One softmax over the keys of all chips of the axes, in two small all-reduces; itself over no axes."""
+    if not axes:
+        return running
+    peak = jax.lax.pmax(running.peak, axes)
+    fade = jnp.exp2(running.peak - jnp.where(jnp.isfinite(peak), peak, 0.0))[..., None]
+    sums = jnp.concatenate([running.output, running.total[..., None]], axis=-1) * fade
+    sums = jax.lax.psum(sums, axes)
+    return _Running(peak, sums[..., -1], sums[..., :-1])
 
 
 def attend(
@@ -243,14 +256,16 @@ def attend(
     window: int | jax.Array | None = None,
     cap: float | None = None,
     blocks: AttentionBlocks = AttentionBlocks(),
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, "batch time heads qkv"]:
     """Attention of q over the keys of all segments, memory bounded by the block sizes.
 
     q carries the folded softmax scale (see the module's docstring); positions are int32 and absolute.
-    The sums run in float32; the result has q's dtype.
+    The sums run in float32; the result has q's dtype. Where the keys are spread over mesh axes, `axes`, each
+    chip passes its own and all get the same result (see `time_sharded_cache`).
     """
     batch, time, heads, qkv = q.shape
-    options = {"window": window, "cap": cap, "keys_per_block": blocks.keys}
+    options = {"window": window, "cap": cap, "keys_per_block": blocks.keys, "axes": axes}
     if time <= blocks.queries:
         return _attend_rows(q, segments, q_positions, **options)
     count = -(-time // blocks.queries)

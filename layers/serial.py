@@ -13,7 +13,8 @@ wide, [a | m]·wo [1, 1, 4096].
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,23 @@ class ForwardOptions:
     blocks: AttentionBlocks = AttentionBlocks()
 
 
+@runtime_checkable
+class Attention(Protocol):
+    """What `attention.attend` is: attention of queries over segments of keys."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch time heads qkv"],
+        segments: Sequence[Segment],
+        q_positions: Int[Array, "batch time"],
+        *,
+        window: int | jax.Array | None,
+        cap: float | None,
+        blocks: AttentionBlocks,
+    ) -> Float[Array, "batch time heads qkv"]:
+        """Output in q's dtype."""
+
+
 class _Tokens(NamedTuple):
     """What every layer needs to know of this step's tokens."""
 
@@ -65,6 +83,7 @@ def forward(
     cache: KVCache | None = None,
     options: ForwardOptions = ForwardOptions(),
     shared: SharedPrefixes | None = None,
+    attention: Attention = attend,
 ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
     """Residual stream after the last layer, and the cache with the tokens' keys and values written.
 
@@ -74,6 +93,7 @@ def forward(
       cache: what came before, or None to attend within `tokens` alone.
       shared: prefixes that stand before the rows, which see as much of them as it says; positions of the
         tokens, but not `start`, then count from the first of those.
+      attention: what attends; with `context_parallel.RingAttend` the text may be cut over chips.
 
     The caller keeps start + time within the cache. `embedding.unembed` turns the result into logits.
     """
@@ -92,7 +112,7 @@ def forward(
     ) -> tuple[jax.Array, KVCache | None]:
         window = None if windows is None else jnp.asarray(windows)[index]
         weights = layer_params(params.layers, index)
-        return _layer(hparams, options, weights, x, cache, step, index=index, window=window)
+        return _layer(hparams, (options, attention), weights, x, cache, step, index=index, window=window)
 
     if isinstance(params.layers, tuple):
         for index in range(hparams.layers):
@@ -124,7 +144,7 @@ def window_table(hparams: HParams) -> np.ndarray | None:
 
 def _layer(
     hparams: HParams,
-    options: ForwardOptions,
+    how: tuple[ForwardOptions, Attention],
     weights: LayerParams,
     x: jax.Array,
     cache: KVCache | None,
@@ -134,23 +154,24 @@ def _layer(
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache | None]:
     """One block: x [batch, time, embed] in and out."""
+    options, attention = how
     n = apply_norm(x, weights.norm, hparams.norm, hparams.norm_eps)
     projected = project(n, weights.wi, weights.bi)  # q, or q | W0 | W1
     q_width = hparams.heads * hparams.qkv
     q, keys, values = _queries_keys_values(hparams, weights, projected[..., :q_width], n, step)
     segments, cache = _remember(cache, index, keys, values, step)
-    a = attend(
+    a = attention(
         q, segments, step.positions, window=window, cap=hparams.attn_softcap, blocks=options.blocks
     ).reshape(*x.shape[:2], q_width)
     if hparams.fused:
         m = ff_hidden(hparams.act, projected[..., q_width:])
         return x + project(jnp.concatenate([a, m], axis=-1), weights.wo, weights.bo), cache
-    attention = _after(hparams, project(a, weights.wo, weights.bo), weights.post_norm)
-    mlp_input = x + attention if hparams.block is Block.SERIAL else x
+    branch = _after(hparams, project(a, weights.wo, weights.bo), weights.post_norm)
+    mlp_input = x + branch if hparams.block is Block.SERIAL else x
     n2 = apply_norm(mlp_input, weights.norm2, hparams.norm, hparams.norm_eps)
     m = ff_hidden(hparams.act, project(n2, weights.wi_ff, weights.bi_ff))
     mlp = _after(hparams, project(m, weights.wo_ff, weights.bo_ff), weights.post_norm2)
-    return x + attention + mlp, cache
+    return x + branch + mlp, cache
 
 
 def _after(hparams: HParams, branch: jax.Array, params: NormParams) -> jax.Array:

@@ -38,7 +38,9 @@ PURE = (
     "inference_engine.tokenizer",
     "layers.collectives.mode",
     "layers.errors",
+    "layers.flash_placement",
     "layers.hparams",
+    "layers.ring_schedule",
     "run_serving",
 )
 # Processor time; importing jax alone takes several times as much.
@@ -46,7 +48,21 @@ PURE_IMPORT_SECONDS = 0.3
 HEAVY = ("jax", "jaxlib", "flax", "orbax", "tensorstore", "scipy")
 
 # Experimental interfaces without a public twin, each with the modules that may use it.
-EXPERIMENTAL = {"jax.experimental.topologies": ("tests.collectives_on_tpu", "tests.decode_on_tpu")}
+EXPERIMENTAL = {
+    "jax.experimental.custom_partitioning": ("layers.ring_partitioning",),
+    "jax.experimental.pallas": (
+        "layers.pallas_backward",
+        "layers.pallas_blocks",
+        "layers.pallas_forward",
+        "layers.pallas_tiles",
+        "tests.kernel_blocks",
+    ),
+    "jax.experimental.topologies": (
+        "tests.collectives_on_tpu",
+        "tests.decode_on_tpu",
+        "tests.ring_on_tpu",
+    ),
+}
 
 
 def module_name(path: Path) -> str:

@@ -8,6 +8,9 @@ state.npz after every evaluation → export.py.
 
     python -m training.train --tokens WORK/tokens.npz --out WORK --minutes 95
 
+With --context_parallel 8 every window is cut over 8 devices: each holds all weights and an eighth of the
+activations, and attention runs round the ring.
+
 The budget is time, since that is what a small machine has: the learning rate follows a cosine over the
 share of the minutes that is gone, and the record says how many steps they held.
 
@@ -32,9 +35,14 @@ from checkpoints.preprocess import preprocess
 from checkpoints.state import state_spec
 from configs.models import palm_shakespeare
 from layers import serial
-from layers.attention import AttentionBlocks
+from layers.attention import AttentionBlocks, attend
+from layers.context_parallel import ContextParallel
 from layers.embedding import unembed
+from layers.errors import UserError
 from layers.hparams import HParams
+from layers.mesh import make_mesh
+from layers.mesh_shape import MeshShape
+from layers.params import Params
 
 Weights = dict[str, jax.Array]
 RECORD = "record.json"
@@ -72,14 +80,26 @@ def init_state(hparams: HParams, seed: int) -> Weights:
     return weights
 
 
-def loss_fn(hparams: HParams, weights: Weights, tokens: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood in nats of tokens[:, 1:], int32 [batch, time + 1]."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+def loss_fn(
+    hparams: HParams, weights: Weights, tokens: jax.Array, context: ContextParallel | None = None
+) -> jax.Array:
+    """Mean negative log-likelihood in nats of tokens[:, 1:], int32 [batch, time + 1].
+
+    With `context` each chip has a stretch of every text and the same weights.
+    """
     params = preprocess(hparams, weights, jnp.dtype("float32"), stacked=False)
-    options = serial.ForwardOptions(blocks=AttentionBlocks(inputs.shape[1], inputs.shape[1]))
-    x, _ = serial.forward(hparams, params, inputs, jnp.zeros((), jnp.int32), options=options)
-    logits = unembed(hparams, params, x)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+    attention = attend if context is None else context.attend
+
+    def nats(params: Params, start: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        options = serial.ForwardOptions(blocks=AttentionBlocks(inputs.shape[1], inputs.shape[1]))
+        x, _ = serial.forward(hparams, params, inputs, start, options=options, attention=attention)
+        logits = unembed(hparams, params, x)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if context is None:
+        return nats(params, jnp.zeros((), jnp.int32), inputs, targets)
+    return context.mean(nats, params, inputs, targets)
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -112,13 +132,16 @@ def windows(tokens: np.ndarray, time: int) -> np.ndarray:
     return np.stack([tokens[i * time : (i + 1) * time + 1] for i in range(count)]).astype(np.int32)
 
 
-def evaluate(hparams: HParams, weights: Weights, data: np.ndarray, batch: int) -> float:
+def evaluate(
+    hparams: HParams, weights: Weights, data: np.ndarray, batch: int, context: ContextParallel | None = None
+) -> float:
     """Mean nats per token over all full batches of windows of the validation tokens."""
     starts = range(0, len(data) - batch + 1, batch)
-    return float(np.mean([float(_loss(hparams, weights, jnp.asarray(data[s : s + batch]))) for s in starts]))
+    losses = (_loss(hparams, weights, jnp.asarray(data[s : s + batch]), context) for s in starts)
+    return float(np.mean([float(loss) for loss in losses]))
 
 
-_loss = functools.partial(jax.jit, static_argnums=0)(loss_fn)
+_loss = functools.partial(jax.jit, static_argnums=(0, 3))(loss_fn)
 
 
 def save(path: pathlib.Path, weights: Weights, record: dict[str, float]) -> None:
@@ -130,7 +153,13 @@ def save(path: pathlib.Path, weights: Weights, record: dict[str, float]) -> None
     (path / RECORD).write_text(json.dumps(record, indent=1))
 
 
-def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out: pathlib.Path) -> None:
+def train(
+    config: TrainConfig,
+    hparams: HParams,
+    tokens_file: pathlib.Path,
+    out: pathlib.Path,
+    context: ContextParallel | None = None,
+) -> None:
     """Runs the whole training and saves after every evaluation."""
     data = np.load(tokens_file)
     bytes_per_token = float(data["validation_bytes"]) / len(data["validation"])
@@ -144,7 +173,7 @@ def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out:
     def update(
         weights: Weights, opt_state: optax.OptState, batch: jax.Array, rate: jax.Array
     ) -> tuple[Weights, optax.OptState, jax.Array]:
-        loss, grads = jax.value_and_grad(functools.partial(loss_fn, hparams))(weights, batch)
+        loss, grads = jax.value_and_grad(functools.partial(loss_fn, hparams, context=context))(weights, batch)
         updates, opt_state = transform.update(grads, opt_state, weights)
         scaled = jax.tree.map(lambda u: -rate * u, updates)
         return optax.apply_updates(weights, scaled), opt_state, loss
@@ -159,7 +188,7 @@ def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out:
         weights, opt_state, loss = update(weights, opt_state, jnp.asarray(batch), rate)
         losses.append(float(loss))
         if step % config.evaluate_every == 0 or progress >= 1.0:
-            nats = evaluate(hparams, weights, validation, config.batch)
+            nats = evaluate(hparams, weights, validation, config.batch, context)
             record = {
                 "step": step,
                 "tokens": step * config.batch * config.time,
@@ -172,6 +201,16 @@ def train(config: TrainConfig, hparams: HParams, tokens_file: pathlib.Path, out:
             print(json.dumps(record), flush=True)
 
 
+def over_devices(count: int) -> ContextParallel | None:
+    """Windows cut over the first `count` devices, on a CPU over as many host devices; None for one."""
+    if count == 1:
+        return None
+    if count < 1:
+        raise UserError(f"--context_parallel is {count}; allowed: 1 or more; nearest: 1")
+    jax.config.update("jax_num_cpu_devices", count)
+    return ContextParallel(make_mesh(MeshShape(count, 1, 1)), ("x",))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -182,9 +221,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=TrainConfig.minutes)
     parser.add_argument("--learning_rate", type=float, default=TrainConfig.learning_rate)
     parser.add_argument("--evaluate_every", type=int, default=TrainConfig.evaluate_every)
+    parser.add_argument("--time", type=int, default=TrainConfig.time, help="tokens of a window")
+    parser.add_argument("--batch", type=int, default=TrainConfig.batch, help="windows of a step")
+    parser.add_argument("--max_steps", type=int, default=TrainConfig.max_steps)
+    parser.add_argument(
+        "--context_parallel", type=int, default=1, help="devices over which every window is cut"
+    )
     args = vars(parser.parse_args())
-    tokens, out = args.pop("tokens"), args.pop("out")
-    train(TrainConfig(**args), palm_shakespeare(), tokens, out)
+    tokens, out, devices = args.pop("tokens"), args.pop("out"), args.pop("context_parallel")
+    try:
+        train(TrainConfig(**args), palm_shakespeare(), tokens, out, over_devices(devices))
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":

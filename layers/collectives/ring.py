@@ -52,10 +52,16 @@ class Ring:
     max_unrolled: int
 
     @classmethod
-    def over(cls, axis_name: AxisName, max_unrolled: int) -> "Ring":
-        """The ring over one axis name or a tuple of them."""
+    def over(
+        cls, axis_name: AxisName, max_unrolled: int, axes_in_order: tuple[str, ...] | None = None
+    ) -> "Ring":
+        """The ring over one axis name or a tuple of them.
+
+        `axes_in_order` are all axes of the mesh, for code that runs on a chip outside `shard_map`.
+        """
         names = axis_names(axis_name)
-        mesh_axes = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
+        in_order = jax.sharding.get_abstract_mesh().axis_names if axes_in_order is None else axes_in_order
+        mesh_axes = tuple(sorted(names, key=in_order.index))
         numbers = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in mesh_axes])
         positions = numbers.transpose([mesh_axes.index(name) for name in names]).ravel().tolist()
         index = lax.axis_index(axis_name)
