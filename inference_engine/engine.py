@@ -21,7 +21,7 @@ from inference_engine.decode_state import DecodeState, Prefix, StepResult
 from inference_engine.model import Model
 from inference_engine.request import Request
 from inference_engine.sampling_state import sampling_row
-from inference_engine.steps import Models, build_steps
+from inference_engine.steps import Models, Steps, build_steps
 from layers.hparams import HParams
 from layers.params import Params
 
@@ -37,12 +37,21 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, params: Params, config: EngineConfig, prefill_model: Model | None = None
+        self,
+        model: Model,
+        params: Params,
+        config: EngineConfig,
+        prefill_model: Model | None = None,
+        *,
+        compiled: bool = True,
     ) -> None:
+        """`compiled=False` leaves each program to its first call, for what measures one of them."""
         config.check_model(model.hparams)
         self.model, self.params, self.config = model, params, config
         self.prefill_model = prefill_model or model
         self._steps = build_steps(Models(self.prefill_model, model), config, params)
+        if compiled:
+            self._steps.compile()
 
     @property
     def hparams(self) -> HParams:
@@ -92,6 +101,11 @@ class Engine:
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Frees a slot."""
         return self._steps.release(state, np.int32(slot))
+
+    @property
+    def steps(self) -> Steps:
+        """The programs themselves, for what measures them."""
+        return self._steps
 
     @property
     def weight_bytes(self) -> int:

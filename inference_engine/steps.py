@@ -1,6 +1,6 @@
 """The programs that an engine runs: plain functions of pytrees, compiled once, ahead of time.
 
-Everything after the build calls an executable, which cannot compile again: arguments of another shape or
+Everything after that calls an executable, which cannot compile again: arguments of another shape or
 dtype are an error. State and caches are donated, so a step writes in place.
 
 Data flow:
@@ -52,16 +52,37 @@ class Models(NamedTuple):
     decode: Model
 
 
+class Program:
+    """An executable of a step; what measures single steps lets each be compiled at its first call."""
+
+    def __init__(self, lower: Callable[[], jax.stages.Lowered]) -> None:
+        self._lower = lower
+
+    @functools.cached_property
+    def executable(self) -> jax.stages.Compiled:
+        """The compiled step."""
+        return self._lower().compile()
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it."""
+        return self.executable(*args)
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Compiled executables; see the module's docstring for their arguments."""
+    """The programs; see the module's docstring for their arguments and results."""
 
-    empty_prefix: Callable[..., Prefix]
-    empty_state: Callable[..., DecodeState]
-    prefill: Callable[..., Prefix]
-    insert: Callable[..., DecodeState]
-    generate: Callable[..., tuple[DecodeState, StepResult]]
-    release: Callable[..., DecodeState]
+    empty_prefix: Program
+    empty_state: Program
+    prefill: Program
+    insert: Program
+    generate: Program
+    release: Program
+
+    def compile(self) -> None:
+        """Compiles what is not compiled yet: nothing compiles afterwards."""
+        for program in vars(self).values():
+            _ = program.executable
 
 
 def prefill_step(
@@ -177,7 +198,7 @@ def _specs(models: Models, params: Params, prefix: Prefix, state: DecodeState) -
 
 
 def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
-    """Compiles every program for these shapes; nothing compiles afterwards."""
+    """Every program for these shapes, not compiled yet; see `Steps.compile`."""
     model = models.decode
     stacked = not isinstance(params.layers, tuple)
     empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
@@ -193,10 +214,10 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     prefill = functools.partial(prefill_step, models.prefill)
     generate = functools.partial(generate_step, model, config.top_logprobs)
     insert = functools.partial(insert_step, model, models.prefill)
-    program = functools.partial(_compile, model)
+    program = functools.partial(_program, model)
     return Steps(
-        empty_prefix=_compile_constant(model, empty_prefix, specs.prefix),
-        empty_state=_compile_constant(model, empty_state, specs.state),
+        empty_prefix=_constant(model, empty_prefix, specs.prefix),
+        empty_state=_constant(model, empty_state, specs.state),
         prefill=program(
             prefill,
             (params, prefix, chunk, number),
@@ -218,7 +239,7 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
     )
 
 
-def _compile(
+def _program(
     model: Model,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -226,17 +247,17 @@ def _compile(
     out_specs: Any,
     *,
     donated: int,
-) -> Callable[..., Any]:
-    """An executable of a step inside the mesh's boundary; `args` are arrays or shapes."""
+) -> Program:
+    """A step inside the mesh's boundary; `args` are arrays or shapes."""
     jitted = jax.jit(
         model.sharded(function, in_specs, out_specs),
         in_shardings=model.placed(in_specs),
         out_shardings=model.placed(out_specs),
         donate_argnums=donated,
     )
-    return jitted.lower(*args).compile()
+    return Program(functools.partial(jitted.lower, *args))
 
 
-def _compile_constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Callable[[], Any]:
-    """An executable that makes whole arrays in their shardings."""
-    return jax.jit(function, out_shardings=model.placed(out_specs)).lower().compile()
+def _constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Program:
+    """A program that makes whole arrays in their shardings."""
+    return Program(jax.jit(function, out_shardings=model.placed(out_specs)).lower)
