@@ -202,6 +202,7 @@ def _attend_rows(
     return _unfold_rows(output, q.shape[1]).astype(q.dtype)
 
 
+@jax.named_scope("attention")
 def attend(
     q: Float[Array, "batch time heads qkv"],
     segments: Sequence[Segment],

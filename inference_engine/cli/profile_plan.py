@@ -7,6 +7,7 @@ sizes of the embedded model's layers.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class ProfilePlan:
 
 def profile_plan(flags: Flags, registries: Registries) -> ProfilePlan:
     """What the flags ask for; raises UserError."""
+    refuse_given(flags, OF_A_STEP, "belongs to --step")
     at_least(flags, "rounds", LEAST_ROUNDS)
     at_least(flags, "layers", 1)
     if (flags["rows"] is None) != (flags["cols"] is None):
@@ -84,4 +86,13 @@ def profile_plan(flags: Flags, registries: Registries) -> ProfilePlan:
     )
 
 
+def refuse_given(flags: Flags, names: Sequence[str], why: str) -> None:
+    """Refuses flags that would change nothing."""
+    typed = [name for name in names if name in flags.given]
+    if typed:
+        raise UserError(f"--{typed[0]} {why}; allowed: one of the two uses of profile, see profile --help")
+
+
+OF_A_STEP = ("mesh", "layout", "attn_all_to_all", "collectives", "context", "trace")
+OF_COLLECTIVES = ("axis", "op", "form", "rows", "cols", "layers", "chip")
 CHOICES: dict[str, tuple[str, ...]] = {**DTYPES, "op": OPS, "form": FORMS}
