@@ -7,11 +7,9 @@ Worked example: `profile --axis 2,4,8` compares six forms of two functions on th
 `profile --step decode` says what a decode step spends its time on.
 """
 
-import dataclasses
-
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.measured_model import measured_group
-from inference_engine.cli.mesh_flags import CUBE, mesh_group
+from inference_engine.cli.mesh_flags import CUBE, MESH
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.profile_plan import CHOICES, profile_plan
 from inference_engine.cli.progress import phase
@@ -21,7 +19,8 @@ from inference_engine.cli.step_plan import step_plan
 from inference_engine.cli.sweep_command import chip_option
 from inference_engine.profiling.settings import Step
 from inference_engine.profiling.spread import LEAST_ROUNDS
-from layers.layout import ShardingConfig
+from layers.collectives.mode import CollectiveMode
+from layers.layout import AttnAllToAll, Layout, ShardingConfig
 from layers.mesh_shape import host_devices_needed
 
 _DESCRIPTION = (
@@ -125,18 +124,26 @@ def _collectives_group() -> Group:
 
 def _step_group() -> Group:
     defaults = ShardingConfig()
-    step = Option("step", "split this step of the engine", Kind.CHOICE,
-                  choices=tuple(value.value for value in Step))  # fmt: skip
-    mesh = [option for option in mesh_group().options if option.name != "reduce_dtype"]
-    shown = {
-        "mesh": CUBE, "layout": defaults.layout.value,
-        "attn_all_to_all": defaults.attn_all_to_all.value, "collectives": defaults.collectives.mode.value,
-    }  # fmt: skip
+    enums = {
+        "layout": (Layout, defaults.layout, "where weights and activations lie"),
+        "attn_all_to_all": (
+            AttnAllToAll,
+            defaults.attn_all_to_all,
+            "mesh axes that attention splits the batch over",
+        ),
+        "collectives": (CollectiveMode, defaults.collectives.mode, "form of the collective matmuls"),
+    }
+    choices = [
+        Option(name, words, Kind.CHOICE, default.value, choices=tuple(value.value for value in kind))
+        for name, (kind, default, words) in enums.items()
+    ]
     return Group(
         "A step",
         (
-            step,
-            *(dataclasses.replace(option, shown_default=shown[option.name]) for option in mesh),
+            Option("step", "split this step of the engine", Kind.CHOICE,
+                   choices=tuple(value.value for value in Step)),
+            Option(MESH, "chips along x, y and z", default=CUBE, metavar="X,Y,Z"),
+            *choices,
             Option("context", "tokens in the cache when a decode step begins, or of a prompt", Kind.INTEGER,
                    128, allowed="1 and above", metavar="N"),
             Option("trace", "folder to keep the trace in", metavar="DIR", shown_default="not kept"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from inference_engine.cli.lists import choices_of, numbers_of
 from inference_engine.cli.measured_model import MeasuredModel, measured_model
-from inference_engine.cli.mesh_flags import CUBE, MESH
+from inference_engine.cli.mesh_flags import MESH
 from inference_engine.cli.options import Flags
 from inference_engine.cli.profile_plan import CHOICES, OF_COLLECTIVES, refuse_given
 from inference_engine.cli.registries import Registries
@@ -20,7 +20,7 @@ from inference_engine.profiling.settings import Method, Setting, Step
 from inference_engine.profiling.spread import LEAST_ROUNDS
 from layers.collectives.mode import CollectiveMode
 from layers.errors import UserError
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, Layout
 from layers.mesh_shape import MeshShape
 
 
@@ -41,13 +41,12 @@ def step_plan(flags: Flags, registries: Registries) -> StepPlan:
     refuse_given(flags, OF_COLLECTIVES, "belongs to the collective matmuls, and --step is given")
     at_least(flags, "rounds", LEAST_ROUNDS)
     at_least(flags, "context", 1)
-    defaults = ShardingConfig()
     setting = Setting(
         step=Step(flags["step"]),
-        mesh=MeshShape.parse(CUBE if flags[MESH] is None else flags[MESH]),
-        layout=Layout(flags["layout"] or defaults.layout),
-        attn_all_to_all=AttnAllToAll(flags["attn_all_to_all"] or defaults.attn_all_to_all),
-        collectives=CollectiveMode(flags["collectives"] or defaults.collectives.mode),
+        mesh=MeshShape.parse(flags[MESH]),
+        layout=Layout(flags["layout"]),
+        attn_all_to_all=AttnAllToAll(flags["attn_all_to_all"]),
+        collectives=CollectiveMode(flags["collectives"]),
         reduce_dtype=_one(flags, "reduce_dtype"),
         weights=_one(flags, "weights"),
         activation_dtype=_one(flags, "activation_dtype"),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
@@ -31,6 +32,9 @@ from inference_engine.generate import STEPS_IN_FLIGHT
 from inference_engine.profiling.bounds import Work, decode_flops, prefill_flops
 from inference_engine.profiling.settings import Method, Setting, Step
 from inference_engine.steps import Models
+from layers.communication import ElementBytes, layer_terms, moved_bytes
+from layers.head_order import padded_form
+from layers.hparams import HParams
 from layers.layout import Layout, ShardingConfig, check_chunk, check_pair
 from layers.mesh import make_mesh
 from layers.params import Params
@@ -176,7 +180,8 @@ def _decode_subject(setting: Setting, method: Method, engine: Engine, **seconds:
     cache_bytes = chip_bytes(held[0].cache)
     seen = setting.context / engine.config.cache_time
     flops = decode_flops(engine.hparams, setting.batch, setting.context) / setting.mesh.size
-    work = Work(flops, chip_bytes(_read_by_decode(engine.params)) + seen * cache_bytes)
+    read = chip_bytes(_read_by_decode(engine.params)) + seen * cache_bytes
+    work = Work(flops, read, _sent_bytes(setting, engine.hparams, 1))
     program = engine.steps.generate
     return Subject(
         setting, program, run, setting.batch, work, chip_bytes(engine.params), cache_bytes, **seconds
@@ -210,10 +215,22 @@ def _prefill_subject(setting: Setting, method: Method, engine: Engine, **seconds
     cache_bytes = chip_bytes(engine.steps.empty_prefix())
     chunks = -(-setting.context // engine.config.prefill_chunk)
     flops = prefill_flops(engine.hparams, setting.batch, setting.context) / setting.mesh.size
-    work = Work(flops, float(chunks * chip_bytes(engine.params.layers)))
+    sent = chunks * _sent_bytes(setting, engine.hparams, engine.config.prefill_chunk)
+    work = Work(flops, float(chunks * chip_bytes(engine.params.layers)), sent)
     tokens = setting.batch * setting.context
     program = engine.steps.prefill
     return Subject(setting, program, run, tokens, work, chip_bytes(engine.params), cache_bytes, **seconds)
+
+
+def _sent_bytes(setting: Setting, hparams: HParams, time: int) -> float:
+    """Bytes that a chip sends in all layers for `time` tokens of each text; 0 where no formula says it."""
+    if not hparams.fused:
+        return 0.0
+    kinds = (setting.weights, setting.activation_dtype, setting.reduce_dtype)
+    sizes = ElementBytes(*(jnp.dtype(kind).itemsize for kind in kinds))
+    padded = padded_form(hparams, setting.mesh)
+    terms = layer_terms(padded, setting.mesh, setting.sharding, setting.batch, time)
+    return float(hparams.layers * moved_bytes(terms, sizes))
 
 
 def _read_by_decode(params: Params) -> Params:

@@ -140,8 +140,10 @@ class Sweep:
             "cache_bytes_per_chip": subject.cache_bytes,
             "flops_per_chip": subject.work.flops,
             "read_bytes_per_chip": subject.work.memory_bytes,
+            "sent_bytes_per_chip": subject.work.sent_bytes or None,
             "memory_share": None if least.memory is None else least.memory / seconds,
             "flops_share": None if least.flops is None else least.flops / seconds,
+            "links_share": None if least.links is None else least.links / seconds,
             "compile_seconds": subject.compile_seconds,
             "load_seconds": subject.load_seconds,
         }
