@@ -1,5 +1,6 @@
 """Laws of the command `sweep`: what it measures, what it leaves behind, and how it ends."""
 
+import errno
 import json
 import os
 import re
@@ -241,3 +242,38 @@ def test_host_devices_are_not_made_for_meshes_beyond_any_machine() -> None:
     flags = parse(sweep_command(registries), ("--mesh", "2,1,3", "--mesh", "100,100,100"))
     assert flags is not None
     assert sweep_plan(flags, registries).host_devices == 6
+
+
+def test_a_full_disk_ends_the_sweep_and_keeps_its_rows(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, written = tmp_path / "r.jsonl", os.write, []
+
+    def full(descriptor: int, data: bytes) -> int:
+        if data.startswith(b'{"schema"'):
+            written.append(data)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    stopped = run("--mesh", "5,1,1", "--out", str(out))
+    assert stopped.code == 1
+    assert f"error: {out} cannot be written (No space left on device); 2 rows in it are whole" in stopped.err
+    assert stopped.out.count("illegal: ") == len(read_rows(out)) == 2
+    monkeypatch.undo()
+
+
+def test_the_help_names_the_grids_and_every_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_serving.main(["sweep", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(GRIDS) in text
+    assert all(layout.value in text for layout in Layout)
+    assert run_serving.main(["sweep", "compare", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: run_serving.py sweep compare BEFORE.jsonl AFTER.jsonl [flags]")
+
+
+def test_a_word_that_is_no_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_serving.main(["sweep", "comparison"])
+    assert "unexpected 'comparison'; it belongs to no flag" in Run(code, *capsys.readouterr()).error

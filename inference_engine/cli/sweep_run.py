@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from checkpoints.load import WeightsDtype
-from inference_engine.cli.errors import OutputError
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.measured_model import described, open_state
 from inference_engine.cli.memory import available_bytes, check_memory
@@ -33,6 +32,8 @@ from inference_engine.profiling.store import Store, StoreError
 from inference_engine.profiling.sweep import Sweep
 from layers.errors import UserError
 from layers.hparams import HParams
+
+FAILED = 1
 
 
 @dataclasses.dataclass
@@ -74,10 +75,7 @@ class _Outcome:
 
 
 def run(plan: SweepPlan, interrupts: Interrupts) -> int:
-    """Measures what is missing and prints everything; returns the exit code.
-
-    Raises UserError before anything runs, OutputError when the results cannot be written.
-    """
+    """Measures what is missing and prints everything; returns the exit code. Raises UserError."""
     settings = plan.grid.cells(plan.seed)
     state = open_state(plan.model)
     if plan.plot is not None:
@@ -92,7 +90,12 @@ def run(plan: SweepPlan, interrupts: Interrupts) -> int:
         done = _done(sweep, settings, earlier, plan.retry_failed)
         waiting = [setting for setting in settings if setting not in done]
         outcome = _Outcome(plan, len(settings), list(done.values()))
-        _measure(sweep, waiting, store, outcome, interrupts)
+        try:
+            _measure(sweep, waiting, store, outcome, interrupts)
+        except StoreError as error:
+            outcome.print()
+            note("error", str(error), "bold red")
+            return FAILED
     outcome.print()
     if plan.plot is not None:
         for path in plot(outcome.rows, plan.plot):
@@ -118,11 +121,7 @@ def _measure(
                 outcome.added += 1
             update(outcome.added, len(waiting))
 
-        try:
-            sweep.run(waiting, add)
-        except StoreError as error:
-            outcome.print()
-            raise OutputError(OSError(str(error))) from None
+        sweep.run(waiting, add)
 
 
 def _verdict(outcome: _Outcome) -> int:
@@ -130,7 +129,7 @@ def _verdict(outcome: _Outcome) -> int:
     if outcome.count(Status.ILLEGAL) == len(outcome.rows):
         raise UserError(f"none of the {len(outcome.rows)} cells can run; the first: {outcome.rows[0].reason}")
     note("failed" if failed else "", outcome.summary(), "bold red" if failed else "dim")
-    return 1 if failed else 0
+    return FAILED if failed else 0
 
 
 @contextlib.contextmanager
