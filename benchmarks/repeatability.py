@@ -2,7 +2,7 @@
 
 Runs one small sweep again and again, each time in a process of its own, and counts how often a try's median
 lies within the spread that the try before had stated, and how often `compare` finds a difference where there
-is none. Programs come from a compilation cache, so that a try takes seconds.
+is none. Every try compiles its own programs, as a sweep does.
 
 Data flow: N processes of `sweep` → N results files → pairs of tries → shares.
 
@@ -11,7 +11,6 @@ Worked example: 11 tries of 4 cells are 40 pairs of neighbours; at 9 in 10, 36 o
 
 import argparse
 import itertools
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,13 +31,8 @@ REPO = Path(__file__).resolve().parent.parent
 def measure(folder: Path, number: int, more: list[str]) -> list[Row]:
     """One try."""
     out = folder / f"try_{number}.jsonl"
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     words = [sys.executable, str(REPO / "run_serving.py"), *WORDS, *more, "--out", str(out)]
-    subprocess.run(words, check=True, capture_output=True, env=os.environ | cache)
+    subprocess.run(words, check=True, capture_output=True)
     return read_rows(out)
 
 

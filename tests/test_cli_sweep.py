@@ -47,6 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> "Runner":
     monkeypatch.setattr(place, "this_cpu", lambda name: CHIP)
+    monkeypatch.setattr(sweep, "PAUSE_SECONDS", 0.0)
     return Runner(tiny, capsys)
 
 
@@ -159,7 +160,7 @@ def test_a_sweep_measures_once_and_says_why_it_cannot(run: Runner, tmp_path: Pat
     assert len(rows) == len(first.rows) == 4
     for step in ("decode", "prefill"):
         assert rows["2,2,2", step]["status"] == "ok"
-        assert rows["2,2,2", step]["timing"]["n"] == 7
+        assert rows["2,2,2", step]["timing"]["n"] >= 7
         assert rows["2,2,2", step]["figures"]["memory_share"] > 0
         assert "embed=48 does not divide over the 5 chips" in rows["5,1,1", step]["reason"]
     tokens = rows["2,2,2", "prefill"]["figures"]["tokens_per_second"]
@@ -222,7 +223,7 @@ def test_an_interrupt_keeps_what_is_done(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     words = [
         sys.executable, str(REPO / "run_serving.py"), "sweep", "--checkpoint", str(tiny), *SMALL,
-        "--mesh", "5,1,1", "--mesh", "2,2,2", "--block", "1", "--step", "all", "--out", str(out), "--json",
+        "--mesh", "5,1,1", "--mesh", "2,2,2", "--held", "1", "--step", "all", "--out", str(out), "--json",
     ]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     deadline = time.monotonic() + 120

@@ -5,34 +5,40 @@ import dataclasses
 import pytest
 
 from benchmarks.repeatability import differing, holds, within
-from inference_engine.profiling.compare import BLOCK, LEAST, compare
+from inference_engine.profiling.compare import LEAST, RUN, VISITS, compare
 from inference_engine.profiling.rows import Row, Status
 from inference_engine.profiling.spread import Change, Timing
 from layers.collectives.mode import CollectiveMode
 from tests.sweep_rows import made_row
 
 
-def timed(row: Row, rounds: list[float], block: str = "") -> Row:
-    figures = row.figures | ({BLOCK: block} if block else {})
+def timed(row: Row, rounds: list[float], run: str = "", first: int = 0) -> Row:
+    """With rounds of the visits of a run from `first` onwards."""
+    visits = list(range(first, first + len(rounds)))
+    figures = row.figures | ({RUN: run, VISITS: visits} if run else {})
     return dataclasses.replace(row, timing=Timing.of(rounds), figures=figures)
 
 
 DRIFT = [1.0, 5.0, 2.0, 9.0, 1.5, 4.0, 3.0]
 
 
-def test_rows_of_one_block_are_compared_round_by_round() -> None:
+def test_rounds_taken_side_by_side_are_compared_in_pairs() -> None:
     slower = [1.1 * value for value in DRIFT]
-    a, b = timed(made_row(), DRIFT, "b1"), timed(made_row(), slower, "b1")
+    a, b = timed(made_row(), DRIFT, "r1"), timed(made_row(), slower, "r1")
     assert compare([a], [b]).pairs[0].change is Change.SLOWER
-    apart = timed(made_row(), slower, "b2")
+    apart = timed(made_row(), slower, "r2")
     assert compare([a], [apart]).pairs[0].change is Change.SAME
     unknown = timed(made_row(), slower)
     assert compare([timed(made_row(), DRIFT)], [unknown]).pairs[0].change is Change.SAME
 
 
-def test_a_block_with_other_numbers_of_rounds_is_compared_by_spread() -> None:
-    a, b = timed(made_row(), DRIFT, "b1"), timed(made_row(), [*DRIFT, 1.0, 2.0], "b1")
-    assert compare([a], [b]).pairs[0].change is Change.SAME
+def test_only_rounds_of_the_same_visits_are_pairs() -> None:
+    longer = [*DRIFT, 2.5, 7.0]
+    a = timed(made_row(), longer, "r1")
+    b = timed(made_row(), [1.1 * value for value in longer[2:]], "r1", first=2)
+    assert compare([a], [b]).pairs[0].change is Change.SLOWER
+    few = timed(made_row(), [1.1 * value for value in longer[3:]], "r1", first=3)
+    assert compare([a], [few]).pairs[0].change is Change.SAME  # 6 pairs are too few
 
 
 def test_the_latest_row_of_a_setting_counts() -> None:

@@ -49,12 +49,13 @@ class FakePrepare:
 def prepare(monkeypatch: pytest.MonkeyPatch) -> FakePrepare:
     fake = FakePrepare()
     monkeypatch.setattr(sweep_module, "prepare", fake)
+    monkeypatch.setattr(sweep_module, "PAUSE_SECONDS", 0.0)
     return fake
 
 
-def run(settings: list[Setting], block: int = 4, check: Callable[[Setting], None] | None = None) -> list[Row]:
+def run(settings: list[Setting], held: int = 8, check: Callable[[Setting], None] | None = None) -> list[Row]:
     place = Place("cpu", "a CPU", 8, CHIP, VERSIONS)
-    made = Sweep(Weights(synthetic_state(TINY)), {"name": "tiny"}, place, Method(), block=block)
+    made = Sweep(Weights(synthetic_state(TINY)), {"name": "tiny"}, place, Method(), held=held)
     if check is not None:
         made.check = check
     rows: list[Row] = []
@@ -66,14 +67,32 @@ def batches(*values: int) -> list[Setting]:
     return [dataclasses.replace(SETTING, batch=value) for value in values]
 
 
-def test_cells_of_a_block_are_timed_in_turn(prepare: FakePrepare) -> None:
-    rows = run(batches(1, 2, 3), block=2)
-    assert [row.setting["batch"] for row in rows] == [1, 2, 3]
-    first, alone = prepare.calls[:16], prepare.calls[16:]  # one round more, to warm up
-    assert all(set(first[i : i + 2]) == {1, 2} for i in range(0, 16, 2))
-    assert len({tuple(first[i : i + 2]) for i in range(0, 16, 2)}) == 2  # not always in the same order
-    assert alone == [3] * 8
-    assert all(row.timing is not None and len(row.timing.rounds) == 7 for row in rows)
+def test_every_compilation_is_followed_by_a_round_of_each_cell_that_is_ready(prepare: FakePrepare) -> None:
+    rows = run(batches(*range(1, 11)), held=8)
+    assert [row.setting["batch"] for row in rows] == list(range(1, 11))
+    # 7 rounds for the early cells: 1 leaves in the visit in which 7 is prepared, and so on
+    first = [row.figures["visits"][0] for row in rows]
+    assert first == list(range(10))
+    early = rows[0]
+    assert early.figures["visits"] == list(range(7))
+    # the last ones stay until the youngest has its rounds
+    assert {row.figures["visits"][-1] for row in rows[4:]} == {15}
+    assert all(row.timing is not None and len(row.timing.rounds) >= 7 for row in rows)
+    # a cold round does not count: in ten visits something was prepared
+    assert prepare.calls.count(1) == 14
+    assert prepare.calls.count(10) == 1 + 7
+
+
+def test_the_order_within_a_visit_is_one_of_chance(prepare: FakePrepare) -> None:
+    run(batches(1, 2))
+    warm = prepare.calls[6:]
+    assert len({tuple(warm[i : i + 2]) for i in range(0, len(warm), 2)}) == 2
+
+
+def test_one_cell_at_a_time_is_timed_alone(prepare: FakePrepare) -> None:
+    rows = run(batches(1, 2), held=1)
+    assert prepare.calls == [1] * 8 + [2] * 8
+    assert [row.figures["visits"] for row in rows] == [list(range(7)), list(range(7, 14))]
 
 
 def test_what_is_refused_or_breaks_is_a_row_and_stops_nothing(prepare: FakePrepare) -> None:
@@ -98,6 +117,7 @@ def test_a_cell_without_room_beside_others_is_tried_alone(monkeypatch: pytest.Mo
             return super().__call__(weights, setting, method)
 
     monkeypatch.setattr(sweep_module, "prepare", Full())
+    monkeypatch.setattr(sweep_module, "PAUSE_SECONDS", 0.0)
     rows = run(batches(1, 2, 3))
     assert [(row.setting["batch"], row.status) for row in rows] == [(b, Status.OK) for b in (1, 2, 3)]
     assert tried == [1, 2, 2, 3]

@@ -25,8 +25,9 @@ _DESCRIPTION = (
     every round, tokens/s, bytes a chip, share of the memory and FLOP bounds; or the reason why it cannot
     run; or the error. A sweep that was stopped, even killed, goes on where it was when it is started again
     with the same --out. The exit code is 1 when cells failed.""",
-    """Cells come in random order, a few at a time, and those are timed in turn, round after round. The
-    spread of a time is where the median of a second measurement is expected in 9 of 10 cases.""",
+    """Cells come in random order. A few are held ready; whenever another one is compiled, each of them is
+    timed once. The spread of a time is where the median of a second measurement is expected in 9 of 10
+    cases.""",
 )
 _EXAMPLES = (
     ("which all-to-all, at which batch?", "--grid all_to_all --out all_to_all.jsonl --plot plots"),
@@ -77,7 +78,7 @@ def _method_group() -> Group:
                    allowed=f"{LEAST_ROUNDS} and above", metavar="N"),
             Option("steps", "decode steps of a round", Kind.INTEGER, method.steps,
                    allowed="1 and above", metavar="N"),
-            Option("block", "cells that are compiled together and timed in turn", Kind.INTEGER, 4,
+            Option("held", "cells that are held ready and timed in turn", Kind.INTEGER, 8,
                    allowed="1 and above", metavar="N"),
             Option("seed", "of the cells' order", Kind.INTEGER, 0, metavar="N"),
             _CHIP,

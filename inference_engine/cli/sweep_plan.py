@@ -30,7 +30,7 @@ class SweepPlan:
       out: the results file; None for none.
       plot: folder of the plots; None for none.
       json: rows on stdout instead of a table.
-      block: cells that are timed in turn.
+      held: cells that are held ready and timed in turn.
       seed: of the order of the cells.
       retry_failed: whether failed cells of the file run again.
       chip: file with figures of the chip; None for the table's.
@@ -42,7 +42,7 @@ class SweepPlan:
     out: Path | None
     plot: Path | None
     json: bool
-    block: int
+    held: int
     seed: int
     retry_failed: bool
     chip: Path | None
@@ -58,7 +58,7 @@ def sweep_plan(flags: Flags, registries: Registries) -> SweepPlan:
     """What the flags ask for; raises UserError."""
     at_least(flags, "rounds", LEAST_ROUNDS)
     at_least(flags, "steps", 1)
-    at_least(flags, "block", 1)
+    at_least(flags, "held", 1)
     return SweepPlan(
         grid=grid_of(flags, registries.grids),
         model=measured_model(flags, registries.models),
@@ -66,7 +66,7 @@ def sweep_plan(flags: Flags, registries: Registries) -> SweepPlan:
         out=path_of(flags, "out"),
         plot=path_of(flags, "plot"),
         json=flags["json"],
-        block=flags["block"],
+        held=flags["held"],
         seed=flags["seed"],
         retry_failed=flags["retry_failed"],
         chip=path_of(flags, "chip"),

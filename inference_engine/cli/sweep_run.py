@@ -85,7 +85,7 @@ def run(plan: SweepPlan, interrupts: Interrupts) -> int:
         place = find_devices(plan.chip, earlier, interrupts)
         sweep = Sweep(
             Weights(state), described(plan.model, state.hparams), place, plan.method,
-            _memory_check(plan, state.hparams), plan.block, plan.seed,
+            _memory_check(plan, state.hparams), plan.held, plan.seed,
         )  # fmt: skip
         done = _done(sweep, settings, earlier, plan.retry_failed)
         waiting = [setting for setting in settings if setting not in done]

@@ -1,8 +1,8 @@
 """What differs between two sets of rows beyond noise; no jax.
 
 Rows are matched by setting and model. Two settings can be compared as well: rows where some factors have one
-value against rows where they have another, matched by all other factors. Rows that were timed in turn (of one
-block) are compared round by round, others by their spreads; see spread.py.
+value against rows where they have another, matched by all other factors. Rows whose rounds were taken side by
+side, in the same visits of one run, are compared round by round, others by their spreads; see spread.py.
 
 Data flow: two lists of rows → pairs → `Pair`s with a `Change`, and what only one side has → `Comparison`.
 
@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference_engine.profiling.rows import Row, Status
-from inference_engine.profiling.spread import Change, change, paired_change
+from inference_engine.profiling.spread import LEAST_ROUNDS, Change, change, paired_change
 
 LEAST = 0.03
 """Smaller differences than 3 % are not named: another load of the same program moves by that much."""
-BLOCK = "block"
+RUN, VISITS = "run", "visits"
+"""Figures of a row: which run of a sweep it is from, and in which of its visits each round was taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,19 @@ def _pair(before: Row, after: Row, least: float) -> Pair:
     if a is None or b is None:
         same = before.status is after.status
         return Pair(before, after, Change.SAME if same and before.status is Status.ILLEGAL else None)
-    block = before.figures.get(BLOCK)
-    together = block is not None and block == after.figures.get(BLOCK) and len(a.rounds) == len(b.rounds)
-    verdict = paired_change(a.rounds, b.rounds, least) if together else change(a, b, least)
-    return Pair(before, after, verdict)
+    together = _together(before, after)
+    if len(together) >= LEAST_ROUNDS:
+        ours, theirs = zip(*together, strict=True)
+        return Pair(before, after, paired_change(ours, theirs, least))
+    return Pair(before, after, change(a, b, least))
+
+
+def _together(before: Row, after: Row) -> list[tuple[float, float]]:
+    """Rounds that were taken in the same visits of one run."""
+    if before.timing is None or after.timing is None or before.figures.get(RUN) is None:
+        return []
+    if before.figures[RUN] != after.figures.get(RUN):
+        return []
+    ours = dict(zip(before.figures[VISITS], before.timing.rounds, strict=True))
+    theirs = dict(zip(after.figures[VISITS], after.timing.rounds, strict=True))
+    return [(ours[visit], theirs[visit]) for visit in ours if visit in theirs]

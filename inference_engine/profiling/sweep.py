@@ -1,19 +1,21 @@
 """Runs the cells of a grid and hands on a row for each, whatever happens to it.
 
-Cells come in random order, a few at a time: each of these is compiled, then all are timed in turn, round
-after round. So a slow minute of the machine meets neighbours of chance and not one factor's values, and the
-rounds of one cell are apart. A cell that something refuses is a row with the refusal's text; one that breaks
-is a row with the error's.
+Cells come in random order, and a few are held ready at a time. Whenever another one has been compiled, each
+of those is timed once, in random order; after its last round a cell leaves. So the rounds of one cell lie as
+far apart as other cells take to compile, and hold what changes on the machine meanwhile; and a slow minute
+meets neighbours of chance and not one factor's values. A cell that something refuses is a row with the
+refusal's text; one that breaks is a row with the error's.
 
-Data flow: `Setting`s → `prepare` → rounds in turn → `Row` → `add`.
+Data flow: `Setting`s → `prepare` → visits, each a round of every cell that is ready → `Row` → `add`.
 
-Worked example: 6 cells in blocks of 4, 7 rounds: 4 are compiled, timed 7 times each in turn, 4 rows are
-added; then the other 2.
+Worked example: 20 cells, 8 held, 7 rounds: in the visit after the 8th compilation eight cells are timed; the
+first one has its 7 rounds and its row, and makes room for the 9th.
 """
 
 import collections
 import dataclasses
 import datetime as dt
+import itertools
 import random
 import time
 import uuid
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inference_engine.profiling.bounds import bound
-from inference_engine.profiling.compare import BLOCK
+from inference_engine.profiling.compare import RUN, VISITS
 from inference_engine.profiling.measure import Subject, Weights, prepare
 from inference_engine.profiling.place import Place
 from inference_engine.profiling.rows import Row, Status
@@ -30,11 +32,39 @@ from inference_engine.profiling.spread import Timing
 from layers.errors import UserError
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+HELD = 8
+PAUSE_SECONDS = 1.0  # between visits where no compilation lies, so that rounds are apart at the end as well
 _REASON = 600  # characters of an error's text that a row keeps
 
 
 def _allow(setting: Setting) -> None:
     del setting
+
+
+@dataclasses.dataclass(eq=False)
+class _Ready:
+    """A prepared cell and its rounds so far, with the visits in which they were taken."""
+
+    subject: Subject
+    started: str
+    rounds: list[float] = dataclasses.field(default_factory=list)
+    visits: list[int] = dataclasses.field(default_factory=list)
+    spent: float = 0.0
+    error: Exception | None = None
+
+    def time(self, visit: int, *, cold: bool) -> None:
+        """One round; if something was compiled just before (`cold`), one goes first that does not count."""
+        if self.error is not None:
+            return
+        began = time.perf_counter()
+        try:
+            if cold:
+                self.subject.run()
+            self.rounds.append(self.subject.run())
+            self.visits.append(visit)
+        except Exception as error:
+            self.error = error
+        self.spent += time.perf_counter() - began
 
 
 @dataclasses.dataclass
@@ -46,8 +76,8 @@ class Sweep:
       model: what rows say of it.
       place, method: see there.
       check: refuses a setting before it is prepared, or does nothing.
-      block: cells that are timed in turn.
-      seed: of the order within a round.
+      held: cells that are held ready at a time; fewer once memory has no room for so many.
+      seed: of the order within a visit.
     """
 
     weights: Weights
@@ -55,7 +85,7 @@ class Sweep:
     place: Place
     method: Method = Method()
     check: Callable[[Setting], None] = _allow
-    block: int = 4
+    held: int = HELD
     seed: int = 0
 
     def row(self, setting: Setting, status: Status = Status.OK, **outcome: Any) -> Row:
@@ -72,61 +102,55 @@ class Sweep:
 
     def run(self, settings: Sequence[Setting], add: Callable[[Row], None]) -> None:
         """Measures every setting and adds its row."""
-        waiting = collections.deque(settings)
-        order = random.Random(self.seed)
-        while waiting:
-            block = self._prepare_block(waiting, add)
-            for row in self._time(block, order):
-                add(row)
+        waiting, ready = collections.deque(settings), list[_Ready]()
+        order, name = random.Random(self.seed), uuid.uuid4().hex[:8]
+        for visit in itertools.count():
+            cold = self._prepare_next(waiting, ready, add)
+            if not cold and visit:
+                time.sleep(PAUSE_SECONDS)
+            for cell in order.sample(ready, len(ready)):
+                cell.time(visit, cold=cold)
+            # At the end the last ones stay together, so that they can be compared round by round.
+            last = not waiting and not all(self._done(cell) for cell in ready)
+            for cell in [] if last else [cell for cell in ready if self._done(cell)]:
+                ready.remove(cell)
+                add(self._finished(cell, name))
+            if not waiting and not ready:
+                return
 
-    def _prepare_block(
-        self, waiting: collections.deque[Setting], add: Callable[[Row], None]
-    ) -> list[tuple[Subject, str]]:
-        """The next few cells, prepared; what cannot be is added as a row."""
-        block: list[tuple[Subject, str]] = []
-        while waiting and len(block) < self.block:
+    def _done(self, cell: "_Ready") -> bool:
+        return cell.error is not None or len(cell.rounds) >= self.method.rounds
+
+    def _prepare_next(
+        self, waiting: collections.deque[Setting], ready: "list[_Ready]", add: Callable[[Row], None]
+    ) -> bool:
+        """Prepares one more cell if there is room; what cannot be prepared is added as a row on the way."""
+        while waiting and len(ready) < self.held:
             setting, started = waiting.popleft(), _now()
             try:
                 self.check(setting)
-                block.append((prepare(self.weights, setting, self.method), started))
+                ready.append(_Ready(prepare(self.weights, setting, self.method), started))
             except UserError as error:
                 add(self.row(setting, Status.ILLEGAL, reason=_line(error), started=started))
             except Exception as error:
-                if block and _OUT_OF_MEMORY in str(error):  # perhaps there is room once these are gone
+                if ready and _OUT_OF_MEMORY in str(error):  # perhaps there is room once one of these is gone
                     waiting.appendleft(setting)
-                    return block
+                    self.held = len(ready)
+                    return False
                 add(self.row(setting, Status.FAILED, reason=_line(error), started=started))
-        return block
+            else:
+                return True
+        return False
 
-    def _time(self, block: Sequence[tuple[Subject, str]], order: random.Random) -> list[Row]:
-        """All rounds of all cells of a block, in turn."""
-        rounds: list[list[float]] = [[] for _ in block]
-        broken: dict[int, Exception] = {}
-        spent = [0.0] * len(block)
-        for number in range(self.method.rounds + 1):
-            for index in order.sample(range(len(block)), len(block)):
-                if index in broken:
-                    continue
-                began = time.perf_counter()
-                try:
-                    seconds = block[index][0].run()
-                except Exception as error:
-                    broken[index] = error
-                    continue
-                spent[index] += time.perf_counter() - began
-                if number:  # the first round warms up
-                    rounds[index].append(seconds)
-        rows = []
-        together = uuid.uuid4().hex[:8]
-        for index, (subject, started) in enumerate(block):
-            if index in broken:
-                reason = _line(broken[index])
-                rows.append(self.row(subject.setting, Status.FAILED, reason=reason, started=started))
-                continue
-            timing = Timing.of(rounds[index])
-            figures = self._figures(subject, timing) | {"run_seconds": spent[index], BLOCK: together}
-            rows.append(self.row(subject.setting, timing=timing, figures=figures, started=started))
-        return rows
+    def _finished(self, cell: "_Ready", name: str) -> Row:
+        """The row of a cell that has all its rounds, or has broken."""
+        setting, started = cell.subject.setting, cell.started
+        if cell.error is not None:
+            return self.row(setting, Status.FAILED, reason=_line(cell.error), started=started)
+        timing = Timing.of(cell.rounds)
+        figures = self._figures(cell.subject, timing)
+        figures |= {"run_seconds": cell.spent, RUN: name, VISITS: cell.visits}
+        return self.row(setting, timing=timing, figures=figures, started=started)
 
     def _figures(self, subject: Subject, timing: Timing) -> dict[str, Any]:
         """What follows from time and sizes; shares are None where the chip's figures are not known."""
