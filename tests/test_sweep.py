@@ -89,6 +89,16 @@ def test_the_order_within_a_visit_is_one_of_chance(prepare: FakePrepare) -> None
     assert len({tuple(warm[i : i + 2]) for i in range(0, len(warm), 2)}) == 2
 
 
+def test_progress_counts_cells_that_are_begun(prepare: FakePrepare) -> None:
+    prepare.breaks = {2: UserError("no")}
+    begun: list[int] = []
+    made = Sweep(Weights(synthetic_state(TINY)), {}, Place("cpu", "a CPU", 8, CHIP, VERSIONS), held=2)
+    made.run(batches(1, 2, 3, 4), lambda row: None, begun.append)
+    assert begun[:2] == [1, 3]
+    assert begun == sorted(begun)
+    assert begun[-1] == 4
+
+
 def test_one_cell_at_a_time_is_timed_alone(prepare: FakePrepare) -> None:
     rows = run(batches(1, 2), held=1)
     assert prepare.calls == [1] * 8 + [2] * 8

@@ -119,9 +119,9 @@ def _measure(
                     store.add(row)
                 outcome.rows.append(row)
                 outcome.added += 1
-            update(outcome.added, len(waiting))
 
-        sweep.run(waiting, add)
+        # Compiling is nearly all of a sweep, and a cell's row comes a few compilations later.
+        sweep.run(waiting, add, lambda begun: update(begun, len(waiting)))
 
 
 def _verdict(outcome: _Outcome) -> int:

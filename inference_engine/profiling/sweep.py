@@ -41,6 +41,10 @@ def _allow(setting: Setting) -> None:
     del setting
 
 
+def _ignore(count: int) -> None:
+    del count
+
+
 @dataclasses.dataclass(eq=False)
 class _Ready:
     """A prepared cell and its rounds so far, with the visits in which they were taken."""
@@ -100,12 +104,18 @@ class Sweep:
             **outcome,
         )
 
-    def run(self, settings: Sequence[Setting], add: Callable[[Row], None]) -> None:
-        """Measures every setting and adds its row."""
+    def run(
+        self,
+        settings: Sequence[Setting],
+        add: Callable[[Row], None],
+        begun: Callable[[int], None] = _ignore,
+    ) -> None:
+        """Measures every setting and adds its row; `begun` is told how many are prepared or refused."""
         waiting, ready = collections.deque(settings), list[_Ready]()
         order, name = random.Random(self.seed), uuid.uuid4().hex[:8]
         for visit in itertools.count():
             cold = self._prepare_next(waiting, ready, add)
+            begun(len(settings) - len(waiting))
             if not cold and visit:
                 time.sleep(PAUSE_SECONDS)
             for cell in order.sample(ready, len(ready)):
