@@ -116,21 +116,24 @@ def test_what_is_refused_or_breaks_is_a_row_and_stops_nothing(prepare: FakePrepa
     assert all(row.timing is None and not row.figures for row in rows.values() if row.status is not Status.OK)
 
 
-def test_a_cell_without_room_beside_others_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+def test_a_cell_without_room_beside_others_waits_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
 
-    class Full(FakePrepare):
+    class OneAtATime(FakePrepare):
+        """Has no room for a second cell until the first has had all its rounds."""
+
         def __call__(self, weights: Weights, setting: Setting, method: Method) -> Subject:
             tried.append(setting.batch)
-            if setting.batch == 2 and tried.count(2) == 1:
+            before = self.calls.count(setting.batch - 1)
+            if setting.batch > 1 and before < 1 + method.rounds:
                 raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
             return super().__call__(weights, setting, method)
 
-    monkeypatch.setattr(sweep_module, "prepare", Full())
+    monkeypatch.setattr(sweep_module, "prepare", OneAtATime())
     monkeypatch.setattr(sweep_module, "PAUSE_SECONDS", 0.0)
     rows = run(batches(1, 2, 3))
     assert [(row.setting["batch"], row.status) for row in rows] == [(b, Status.OK) for b in (1, 2, 3)]
-    assert tried == [1, 2, 2, 3]
+    assert tried == [1, 2, 2, 3]  # once it is known that there is room for one, no second is tried beside it
 
 
 def test_a_check_refuses_before_anything_is_prepared(prepare: FakePrepare) -> None:
