@@ -19,16 +19,31 @@ def main(words: Sequence[str] | None = None) -> int:
         from configs.engines import interactive
         from configs.models import MODELS
         from configs.prompts import free_text, shakespeare_prompt
+        from configs.sweeps import GRIDS
         from inference_engine.cli.check_command import check_command
+        from inference_engine.cli.compare_command import compare_command
         from inference_engine.cli.generate_command import generate_command
         from inference_engine.cli.main import main as run_command
+        from inference_engine.cli.profile_command import profile_command
         from inference_engine.cli.registries import Registries
         from inference_engine.cli.score_command import score_command
+        from inference_engine.cli.sweep_command import sweep_command
 
         registries = Registries(
-            models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
+            models=MODELS,
+            engine=interactive(),
+            sampling=free_text(),
+            prompt=shakespeare_prompt(),
+            grids=GRIDS,
         )
-        commands = (generate_command(registries), score_command(registries), check_command())
+        commands = (
+            generate_command(registries),
+            score_command(registries),
+            check_command(),
+            sweep_command(registries),
+            compare_command(),
+            profile_command(registries),
+        )
         return run_command(commands, sys.argv[1:] if words is None else words, interrupts)
 
 

@@ -32,6 +32,7 @@ setup(
         "inference_engine",
         "inference_engine.checking",
         "inference_engine.cli",
+        "inference_engine.profiling",
         "configs",
     ],
     py_modules=["run_serving"],
@@ -55,6 +56,7 @@ setup(
         "dev": ["mypy>=2.4,<3", "pre-commit>=4", "ruff>=0.17.6,<0.18"],
         # The TPU compiler runs without a TPU; later wheels cannot print every program.
         "tpu-compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],
+        "plots": ["matplotlib>=3.9"],
         # The independent implementations that the stored reference logits come from.
         "oracles": ["torch==2.13.0", "transformers>=5"],
     },

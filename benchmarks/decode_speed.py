@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import variants
-from benchmarks.machine import MatmulSpeed, MemorySpeed
 from checkpoints.formats import open_checkpoint
 from checkpoints.load import LoadOptions, load_params
 from checkpoints.state import CheckpointState
 from checkpoints.synthetic import synthetic_state
 from configs.models import palm_100m, palm_shakespeare
 from inference_engine.cli.model import default_checkpoint
+from inference_engine.profiling.host_speed import MatmulSpeed, MemorySpeed
 from inference_engine.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from layers.errors import UserError
 

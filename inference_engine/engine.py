@@ -37,12 +37,21 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, params: Params, config: EngineConfig, prefill_model: Model | None = None
+        self,
+        model: Model,
+        params: Params,
+        config: EngineConfig,
+        prefill_model: Model | None = None,
+        *,
+        compiled: bool = True,
     ) -> None:
+        """`compiled=False` leaves each program to its first call, for what measures one of them."""
         config.check_model(model.hparams)
         self.model, self.params, self.config = model, params, config
         self.prefill_model = prefill_model or model
         self._steps = build_steps(Models(self.prefill_model, model), config, params)
+        if compiled:
+            self._steps.compile()
 
     @property
     def hparams(self) -> HParams:
@@ -55,6 +64,8 @@ class Engine:
 
     def empty_pool(self) -> SharedPool:
         """A pool that holds no prefix yet; for engines whose config shares some."""
+        if self._steps.empty_pool is None:
+            raise ValueError("this engine shares no prefixes: its config has no room for any")
         return self._steps.empty_pool()
 
     def hold(
@@ -147,6 +158,11 @@ class Engine:
     def release(self, state: DecodeState, slot: int) -> DecodeState:
         """Frees a slot."""
         return self._steps.release(state, np.int32(slot))
+
+    @property
+    def steps(self) -> Steps:
+        """The programs themselves, for what measures them."""
+        return self._steps
 
     @property
     def weight_bytes(self) -> int:

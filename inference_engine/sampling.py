@@ -74,6 +74,7 @@ class _Draw:
     total: jax.Array
 
 
+@jax.named_scope("sampling")
 def sample(
     logits: Float[Array, "slots vocab"],
     state: SamplingState,
@@ -105,6 +106,7 @@ def sample(
     return Sampled(jnp.where(usable, tokens, NO_TOKEN), logprobs)
 
 
+@jax.named_scope("sampling")
 def top_logprobs(
     logits: Float[Array, "slots vocab"], shard: VocabShard, n: int
 ) -> tuple[Float[Array, "slots n"], Int32[Array, "slots n"]]:

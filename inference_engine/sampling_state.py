@@ -108,6 +108,7 @@ def set_slot(state: SamplingState, slot: Int[Array, ""], row: SamplingState) -> 
     return jax.tree.map(lambda leaf, new: leaf.at[target].set(new, mode="drop"), state, row)
 
 
+@jax.named_scope("sampling")
 def count_tokens(
     state: SamplingState, tokens: Int[Array, " slots"], active: Bool[Array, " slots"], shard: VocabShard
 ) -> SamplingState:

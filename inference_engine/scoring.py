@@ -10,10 +10,10 @@ Worked example: 130 tokens in chunks of 64 take the chunks at 0, 64 and 128 and 
 nothing stands before the first token.
 """
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.model import Model
 from inference_engine.sampling import token_logprobs
 from inference_engine.score_windows import Window, windows
-from inference_engine.steps import cache_bytes, compile_constant, compile_step, empty_cache
+from inference_engine.steps import Program, cache_bytes, constant_program, empty_cache, step_program
 from inference_engine.vocab_shard import vocab_shard
 from layers.kv_cache import KVCache
 from layers.params import Params
@@ -50,12 +50,11 @@ def score_step(
     return cache, flat.reshape(targets.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Programs:
+class _Programs(NamedTuple):
     """Compiled for one number of rows."""
 
-    empty: Callable[[], KVCache]
-    step: Callable[..., tuple[KVCache, jax.Array]]
+    empty: Program
+    step: Program
 
 
 class Scorer:
@@ -126,7 +125,7 @@ def _compile(model: Model, params: Params, config: EngineConfig) -> _Programs:
     cache = jax.eval_shape(empty)
     cache_specs, one = model.cache_specs(cache), P()
     chunk = np.zeros((config.slots, config.prefill_chunk), np.int32)
-    step = compile_step(
+    step = step_program(
         model,
         functools.partial(score_step, model),
         (params, cache, chunk, np.int32(0), chunk),
@@ -134,4 +133,7 @@ def _compile(model: Model, params: Params, config: EngineConfig) -> _Programs:
         (cache_specs, one),
         donated=1,
     )
-    return _Programs(compile_constant(model, empty, cache_specs), step)
+    programs = _Programs(constant_program(model, empty, cache_specs), step)
+    for program in programs:
+        program.compile()
+    return programs

@@ -1,6 +1,6 @@
 """The programs that an engine runs: plain functions of pytrees, compiled once, ahead of time.
 
-Everything after the build calls an executable, which cannot compile again: arguments of another shape or
+Everything after that calls an executable, which cannot compile again: arguments of another shape or
 dtype are an error. State and caches are donated, so a step writes in place.
 
 Data flow:
@@ -57,24 +57,45 @@ class Models(NamedTuple):
     decode: Model
 
 
-def _nothing_shared(*args: Any) -> SharedPool:
-    """In place of the pool's programs in an engine without one."""
-    del args
-    raise ValueError("this engine shares no prefixes: its config has no room for any")
+class Program:
+    """An executable of a step; what measures single steps lets each be compiled at its first call."""
+
+    def __init__(self, lower: Callable[[], jax.stages.Lowered]) -> None:
+        self._lower = lower
+
+    @functools.cached_property
+    def executable(self) -> jax.stages.Compiled:
+        """The compiled step."""
+        return self._lower().compile()
+
+    def compile(self) -> None:
+        """Compiles it now, if it is not yet."""
+        _ = self.executable
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it."""
+        return self.executable(*args)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Compiled executables; see the module's docstring for their arguments."""
+    """The programs; see the module's docstring for their arguments and results."""
 
-    empty_prefix: Callable[..., Prefix]
-    empty_state: Callable[..., DecodeState]
-    prefill: Callable[..., Prefix]
-    insert: Callable[..., DecodeState]
-    generate: Callable[..., tuple[DecodeState, StepResult]]
-    release: Callable[..., DecodeState]
-    empty_pool: Callable[..., SharedPool] = _nothing_shared
-    hold: tuple[Callable[..., SharedPool], ...] = ()
+    empty_prefix: Program
+    empty_state: Program
+    prefill: Program
+    insert: Program
+    generate: Program
+    release: Program
+    empty_pool: Program | None = None
+    hold: tuple[Program, ...] = ()
+
+    def compile(self) -> None:
+        """Compiles what is not compiled yet: nothing compiles afterwards."""
+        for value in vars(self).values():
+            for program in value if isinstance(value, tuple) else (value,):
+                if program is not None:
+                    program.compile()
 
 
 def prefill_step(
@@ -235,7 +256,7 @@ class _Extra(NamedTuple):
 
 
 def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
-    """Compiles every program for these shapes; nothing compiles afterwards."""
+    """Every program for these shapes, not compiled yet; see `Steps.compile`."""
     model = models.decode
     stacked = not isinstance(params.layers, tuple)
     empty_state = functools.partial(_empty_state, model, config, stacked=stacked)
@@ -255,10 +276,10 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
         reads = _Extra((pool,), (specs.pool,))
         rows_see = _Extra((np.zeros((config.prefill_rows, entries), np.int32),), (one,))
         slot_sees = _Extra((np.zeros(entries, np.int32),), (one,))
-    program = functools.partial(compile_step, model)
+    program = functools.partial(step_program, model)
     steps = Steps(
-        empty_prefix=compile_constant(model, empty_prefix, specs.prefix),
-        empty_state=compile_constant(model, empty_state, specs.state),
+        empty_prefix=constant_program(model, empty_prefix, specs.prefix),
+        empty_state=constant_program(model, empty_state, specs.state),
         prefill=program(
             functools.partial(prefill_step, models.prefill),
             (params, prefix, chunk, number, *reads.args, *rows_see.args),
@@ -294,10 +315,10 @@ def build_steps(models: Models, config: EngineConfig, params: Params) -> Steps:
         )
         for room in range(len(config.shared))
     )
-    return dataclasses.replace(steps, empty_pool=compile_constant(model, no_pool, specs.pool), hold=hold)
+    return dataclasses.replace(steps, empty_pool=constant_program(model, no_pool, specs.pool), hold=hold)
 
 
-def compile_step(
+def step_program(
     model: Model,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -305,17 +326,17 @@ def compile_step(
     out_specs: Any,
     *,
     donated: int,
-) -> Callable[..., Any]:
-    """An executable of a step inside the mesh's boundary; `args` are arrays or shapes."""
+) -> Program:
+    """A step inside the mesh's boundary; `args` are arrays or shapes."""
     jitted = jax.jit(
         model.sharded(function, in_specs, out_specs),
         in_shardings=model.placed(in_specs),
         out_shardings=model.placed(out_specs),
         donate_argnums=donated,
     )
-    return jitted.lower(*args).compile()
+    return Program(functools.partial(jitted.lower, *args))
 
 
-def compile_constant(model: Model, function: Callable[[], Any], out_specs: Any) -> Callable[[], Any]:
-    """An executable that makes whole arrays in their shardings."""
-    return jax.jit(function, out_shardings=model.placed(out_specs)).lower().compile()
+def constant_program(model: Model, function: Callable[[], Any], out_specs: Any) -> Program:
+    """A program that makes whole arrays in their shardings."""
+    return Program(jax.jit(function, out_shardings=model.placed(out_specs)).lower)

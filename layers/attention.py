@@ -248,6 +248,7 @@ def _over_chips(running: _Running, axes: tuple[str, ...]) -> _Running:
     return _Running(peak, sums[..., -1], sums[..., :-1])
 
 
+@jax.named_scope("attention")
 def attend(
     q: Float[Array, "batch time heads qkv"],
     segments: Sequence[Segment],

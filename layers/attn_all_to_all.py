@@ -54,6 +54,7 @@ def _logical_order(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in axes)
 
 
+@jax.named_scope("attention")
 def scatter_rows(
     q: Float[Array, "batch time heads qkv"], attention: AttentionAxes
 ) -> Float[Array, "rows time more_heads qkv"]:
@@ -65,6 +66,7 @@ def scatter_rows(
     return _regroup(q, stored, _logical_order(stored))
 
 
+@jax.named_scope("attention")
 def gather_rows(
     a: Float[Array, "rows time more_heads qkv"], attention: AttentionAxes, batch: int
 ) -> Float[Array, "batch time heads qkv"]:

@@ -7,6 +7,7 @@ Worked example: with embed 4, a final vector (1, 1, 1, 1) and an embedding row (
 4 / √4 = 2.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -27,6 +28,7 @@ def embed(
     return rows if hparams.embed_scale == 1.0 else rows * jnp.asarray(hparams.embed_scale, dtype)
 
 
+@jax.named_scope("weights")
 def unembed(
     hparams: HParams, params: Params, x: Float[Array, "batch time embed"]
 ) -> Float[Array, "batch time vocab"]:

@@ -170,6 +170,7 @@ class KVCache:
         """Bytes of all keys and values, scales included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.k, self.v)))
 
+    @jax.named_scope("attention")
     def write(
         self,
         layer: int | jax.Array,

@@ -141,6 +141,7 @@ class ShardedLayer:
 
         return self._project(n, weight, bias, split)
 
+    @jax.named_scope("weights")
     def _project(
         self, n: jax.Array, weight: Weight, bias: jax.Array | None, activate: Callable[[jax.Array], Any]
     ) -> Any:
@@ -161,6 +162,7 @@ class ShardedLayer:
         """[chunks of the mesh, width] → [groups, chunks, width] of this chip."""
         return None if vector is None else held_chunks(self._vector(vector), self.ops.form.held)
 
+    @jax.named_scope("weights")
     def _out(self, h: Sequence[jax.Array], weight: Weight, bias: jax.Array | None) -> jax.Array:
         """An output projection: scales and biases are [embed] and sliced as the residual is."""
         y = self.ops.project_out(h, _matrix(weight), self.index)
@@ -180,6 +182,7 @@ class ShardedLayer:
             q = apply_norm(q, gain, hparams.qk_norm, hparams.qk_norm_eps)
         return apply_rope_to_queries(q, step.q_phases, hparams.rope)
 
+    @jax.named_scope("weights")
     def _keys_values(self, n: jax.Array, step: StepTokens) -> tuple[jax.Array, jax.Array]:
         """k, v [rows, time, this chip's kv heads, qkv] from what the projections read."""
         hparams, weights = self.hparams, self.weights

@@ -50,6 +50,7 @@ def zeros_varying_as(
     return lax.pcast(jnp.zeros(shape, dtype), tuple(axis for axis in axes if axis in varying), to="varying")
 
 
+@jax.named_scope("residual")
 def sharded_norm(
     x: Float[Array, "*batch part"],
     params: NormParams,

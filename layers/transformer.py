@@ -201,6 +201,7 @@ class MeshModel:
             k_phases=rope_phases(self.hparams, positions),
         )
 
+    @jax.named_scope("residual")
     def _embed(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Rows of the vocabulary shards, in the residual's sharding."""
         table = params.embedding  # [vocab.YZ, embed.X]
@@ -212,6 +213,7 @@ class MeshModel:
         scale = self.hparams.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, dtype)
 
+    @jax.named_scope("weights")
     def logits(self, params: Params, x: jax.Array, rows: int) -> Float[Array, "batch time vocab"]:
         """Float32 logits of this chip's part of the vocabulary (in y, z, x order) from its residual.
 

@@ -53,6 +53,7 @@ class WeightGathered:
         """The residual's dim that the gathered axes split: batch or time."""
         return 0 if self.form.batch else 1
 
+    @jax.named_scope("residual")
     def gather(self, x: jax.Array) -> jax.Array:
         """embed.R → embed."""
         return all_gather(x, self._rest, 2)

@@ -60,6 +60,7 @@ class WeightStationary2D:
         """The residual's dim that y and z split."""
         return {"y": 2, "z": 0 if self.form.batch else 1 if self.form.time else 2}
 
+    @jax.named_scope("residual")
     def gather(self, x: jax.Array) -> jax.Array:
         """The residual → [batch, time, embed.X]."""
         if self._dims["z"] == 2:
@@ -103,6 +104,7 @@ class WeightStationary1D:
     config: CollectiveConfig
     embed_axes = ("x",)
 
+    @jax.named_scope("residual")
     def gather(self, x: jax.Array) -> jax.Array:
         """Nothing to do."""
         return x

@@ -57,6 +57,12 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
         raise UserError(f"{command.name}: {shown(str(error))}") from None
     if values[HELP].value:
         return None
+    if len(rest) < len(command.operands):
+        missing = " ".join(command.operands[len(rest) :])
+        raise UserError(
+            f"{command.name}: {missing} is missing; allowed: {command.name} {' '.join(command.operands)}"
+        )
+    operands, rest = tuple(rest[: len(command.operands)]), rest[len(command.operands) :]
     if rest:
         hint = f"nearest: --prompt {shown(rest[0])!r}" if "prompt" in values else "it belongs to no flag"
         raise UserError(f"{command.name}: unexpected {shown(rest[0])!r}; {hint}")
@@ -64,7 +70,7 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
         if not option.repeatable and values[option.name].present > 1:
             raise UserError(f"--{option.name} is given {values[option.name].present} times; allowed: once")
     typed = frozenset(option.name for option in command.options if values[option.name].present)
-    return Flags({option.name: _value(option, values) for option in command.options}, typed)
+    return Flags({option.name: _value(option, values) for option in command.options}, typed, operands)
 
 
 def _switch_with_a_value(command: Command, words: Sequence[str]) -> UserError:

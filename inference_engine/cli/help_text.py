@@ -45,7 +45,7 @@ def overview(commands: Sequence[Command], width: int) -> str:
 
 def command_help(command: Command, width: int) -> str:
     """The help of one command."""
-    lines = [f"usage: {PROGRAM} {command.name} [flags]"]
+    lines = ["usage: " + " ".join((PROGRAM, command.name, *command.operands, "[flags]"))]
     for paragraph in command.description:
         lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)]
     for group in command.groups:

@@ -49,18 +49,19 @@ def _dispatch(commands: Sequence[Command], words: Sequence[str], interrupts: Int
     if not words or words[0] in _HELP_WORDS:
         Output().write(overview(commands, width) + "\n")
         return 0
-    command = _find(commands, words[0])
-    parsed = flags.parse(command, words[1:])
+    command = _find(commands, words)
+    parsed = flags.parse(command, words[len(command.name.split()) :])
     if parsed is None:
         Output().write(command_help(command, width) + "\n")
         return 0
     return command.run(parsed, interrupts)
 
 
-def _find(commands: Sequence[Command], word: str) -> Command:
-    names = [command.name for command in commands]
-    if word in names:
-        return commands[names.index(word)]
+def _find(commands: Sequence[Command], words: Sequence[str]) -> Command:
+    names, word = [command.name for command in commands], words[0]
+    for typed in (" ".join(words[:2]), word):
+        if typed in names:
+            return commands[names.index(typed)]
     if word.startswith("-"):
         raise UserError(
             f"{flags.shown(word)} stands before the command; allowed: {PROGRAM} COMMAND [flags], "

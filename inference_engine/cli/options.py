@@ -76,10 +76,12 @@ class Flags:
     Attributes:
       values: every option's value, given or default.
       given: names of the flags that were typed.
+      operands: the words that belong to no flag, as many as the command takes.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str]
+    operands: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -90,12 +92,13 @@ class Command:
     """One command of the command line.
 
     Attributes:
-      name: what is typed.
+      name: what is typed; two words for a command under another one.
       summary: one line for the overview.
       description: paragraphs for the command's own help.
       groups: its flags.
       run: takes the flags and the answer to Ctrl-C, returns the exit code.
       examples: pairs of a comment and the arguments after the program's name.
+      operands: placeholders of the words that it takes beside flags, each of them needed.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Command:
     groups: tuple[Group, ...]
     run: Callable[[Flags, Interrupts], int]
     examples: tuple[tuple[str, str], ...] = ()
+    operands: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[Option, ...]:

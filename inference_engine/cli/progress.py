@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 DELAY_SECONDS = 2.0
+_SPEED_SECONDS = 3600.0  # what the remaining time is estimated from: some cases take minutes
 Update = Callable[[int, int], None]
 """Called with (done, total)."""
 
@@ -114,6 +115,7 @@ def _bar(unit: Unit) -> "Progress":
         progress.TimeElapsedColumn(),
         console=Console(stderr=True),
         get_time=time.monotonic,
+        speed_estimate_period=_SPEED_SECONDS,
         transient=True,
         redirect_stdout=False,  # what goes to stdout is the result
         redirect_stderr=False,

@@ -38,7 +38,7 @@ class MemorySpeed:
     """Reads one large array with two threads; `best` is the fastest read so far in bytes/s."""
 
     def __init__(self) -> None:
-        self._halves = np.array_split(np.ones(STREAM_BYTES // 4, np.int32), THREADS)
+        self._parts = np.array_split(np.ones(STREAM_BYTES // 4, np.int32), THREADS)
         self._pool = ThreadPoolExecutor(THREADS)
         self.best = 0.0
 
@@ -47,17 +47,17 @@ class MemorySpeed:
         speed = 0.0
         for reader in _READERS:
             began = time.perf_counter()
-            list(self._pool.map(reader, self._halves))
+            list(self._pool.map(reader, self._parts))
             speed = max(speed, STREAM_BYTES / (time.perf_counter() - began))
         self.best = max(self.best, speed)
         return speed
 
 
 class MatmulSpeed:
-    """A float32 matmul of large squares; `best` is the fastest so far in FLOP/s."""
+    """A matmul of large squares; `best` is the fastest so far in FLOP/s."""
 
-    def __init__(self) -> None:
-        self._matrix = jnp.ones((MATMUL_SIZE, MATMUL_SIZE), jnp.float32)
+    def __init__(self, dtype: str = "float32") -> None:
+        self._matrix = jnp.ones((MATMUL_SIZE, MATMUL_SIZE), jnp.dtype(dtype))
         self._multiply = jax.jit(jnp.matmul).lower(self._matrix, self._matrix).compile()
         self.best = 0.0
 
