@@ -7,7 +7,8 @@ unpickled and no weight is read.
 Data flow: path → `detect` → container → reader → `OpenedCheckpoint`.
 
 Worked example: a file that starts with FF D8 FF is "a JPEG image"; one that starts with "PK" is a zip
-file, and an `.npz` if it holds `.npy` members; a folder with checkpoint.json is a saved checkpoint.
+file, and an `.npz` if it holds `.npy` members; a folder with checkpoint.json is a saved checkpoint, one with
+config.json a Hugging Face model.
 """
 
 import dataclasses
@@ -17,15 +18,20 @@ import os
 import zipfile
 from pathlib import Path
 
+from checkpoints.huggingface_folder import CONFIG, find_files, read_named
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_metadata import METADATA_FILE
 from checkpoints.orbax_store import PARTIAL, open_orbax
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.registry import find_reader
+from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX
 from checkpoints.state import OpenedCheckpoint
 from layers.errors import UserError
 
-EXPECTED = f"expected a folder with {METADATA_FILE} (a saved checkpoint) or an .npz file of named tensors"
+EXPECTED = (
+    f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors) or an "
+    ".npz file of named tensors"
+)
 
 
 class Container(enum.Enum):
@@ -33,6 +39,7 @@ class Container(enum.Enum):
 
     ORBAX = "a saved checkpoint (Orbax)"
     NPZ = "an .npz file of named tensors"
+    HUGGING_FACE = "a Hugging Face model in safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +65,6 @@ _FOREIGN_FILES = (
     _Foreign(b"\x80\x05", "a Python pickle, which is never loaded"),
 )
 _FOREIGN_FOLDERS = (
-    ("model.safetensors.index.json", "a Hugging Face folder, which is not supported yet"),
-    ("config.json", "a Hugging Face folder, which is not supported yet"),
     ("_CHECKPOINT_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
     ("_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
 )
@@ -76,14 +81,17 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
     not apply to it.
     """
     path, options = Path(path), options or ReaderOptions()
-    if detect(path) is Container.ORBAX:
+    container = detect(path)
+    if container is Container.ORBAX:
         if options != ReaderOptions():
             raise UserError(
                 f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
             )
         return open_orbax(path)
-    named = read_npz(path)
-    return OpenedCheckpoint(str(path), find_reader(named).read(named, options))
+    files = find_files(path) if container is Container.HUGGING_FACE else None
+    named = read_npz(path) if files is None else read_named(files, str(path))
+    state = find_reader(named).read(named, options)
+    return OpenedCheckpoint(str(path), state, None if files is None else files.tokenizer)
 
 
 def detect(path: Path) -> Container:
@@ -107,6 +115,8 @@ def _detect_folder(path: Path) -> Container:
         return Container.ORBAX
     if not names:
         raise UserError(f"{path}: an empty folder; {EXPECTED}")
+    if CONFIG in names or any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        return Container.HUGGING_FACE
     kind = next(
         (name for file, name in _FOREIGN_FOLDERS if file in names), f"a folder without {METADATA_FILE}"
     )
@@ -122,6 +132,8 @@ def _detect_file(path: Path) -> Container:
         raise UserError(f"{path}: an empty file; {EXPECTED}")
     if head.startswith(_ZIP_MAGIC):
         return _detect_zip(path)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
+        return Container.HUGGING_FACE
     kind = next((foreign.name for foreign in _FOREIGN_FILES if head.startswith(foreign.magic)), None)
     raise UserError(f"{path}: {kind or _describe(head)}; {EXPECTED}")
 
