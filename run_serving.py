@@ -18,6 +18,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with interrupts.taken():  # before anything else is imported, which a Ctrl-C may interrupt too
         from configs.engines import interactive
         from configs.models import MODELS
+        from configs.pretrained import PRETRAINED
         from configs.prompts import free_text, shakespeare_prompt
         from inference_engine.cli.check_command import check_command
         from inference_engine.cli.generate_command import generate_command
@@ -25,7 +26,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from inference_engine.cli.registries import Registries
 
         registries = Registries(
-            models=MODELS, engine=interactive(), sampling=free_text(), prompt=shakespeare_prompt()
+            models=MODELS,
+            engine=interactive(),
+            sampling=free_text(),
+            prompt=shakespeare_prompt(),
+            pretrained=PRETRAINED,
         )
         commands = (generate_command(registries), check_command())
         return run_command(commands, sys.argv[1:] if words is None else words, interrupts)

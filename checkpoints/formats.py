@@ -18,10 +18,13 @@ import os
 import zipfile
 from pathlib import Path
 
+from checkpoints.gguf_header import MAGIC
+from checkpoints.gguf_source import read_gguf
 from checkpoints.huggingface_folder import CONFIG, find_files, read_named
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_metadata import METADATA_FILE
 from checkpoints.orbax_store import PARTIAL, open_orbax
+from checkpoints.readers import gguf_llama
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.registry import find_reader
 from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX
@@ -29,8 +32,8 @@ from checkpoints.state import OpenedCheckpoint
 from layers.errors import UserError
 
 EXPECTED = (
-    f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors) or an "
-    ".npz file of named tensors"
+    f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors), "
+    "a GGUF file or an .npz file of named tensors"
 )
 
 
@@ -40,6 +43,7 @@ class Container(enum.Enum):
     ORBAX = "a saved checkpoint (Orbax)"
     NPZ = "an .npz file of named tensors"
     HUGGING_FACE = "a Hugging Face model in safetensors"
+    GGUF = "a GGUF file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,6 @@ _FOREIGN_FILES = (
     _Foreign(b"\xff\xd8\xff", "a JPEG image"),
     _Foreign(b"\x89PNG\r\n\x1a\n", "a PNG image"),
     _Foreign(b"%PDF", "a PDF document"),
-    _Foreign(b"GGUF", "a GGUF file, which is not supported yet"),
     _Foreign(b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     _Foreign(b"\x93NUMPY", "a single NumPy array"),
     _Foreign(b"\x1f\x8b", "a gzip file"),
@@ -88,10 +91,19 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
                 f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
             )
         return open_orbax(path)
+    if container is Container.GGUF:
+        return _open_gguf(path, options)
     files = find_files(path) if container is Container.HUGGING_FACE else None
     named = read_npz(path) if files is None else read_named(files, str(path))
     state = find_reader(named).read(named, options)
     return OpenedCheckpoint(str(path), state, None if files is None else files.tokenizer)
+
+
+def _open_gguf(path: Path, options: ReaderOptions) -> OpenedCheckpoint:
+    """A GGUF file, which holds its tokenizer."""
+    named = read_gguf(path)
+    tokenizer = path if "tokenizer.ggml.model" in named.config else None
+    return OpenedCheckpoint(str(path), gguf_llama.read(named, options), tokenizer)
 
 
 def detect(path: Path) -> Container:
@@ -132,6 +144,8 @@ def _detect_file(path: Path) -> Container:
         raise UserError(f"{path}: an empty file; {EXPECTED}")
     if head.startswith(_ZIP_MAGIC):
         return _detect_zip(path)
+    if head.startswith(MAGIC):
+        return Container.GGUF
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
         return Container.HUGGING_FACE
     kind = next((foreign.name for foreign in _FOREIGN_FILES if head.startswith(foreign.magic)), None)

@@ -3,7 +3,7 @@
     PATH/config.json                                the form
     PATH/model.safetensors                          the weights, or
     PATH/model.safetensors.index.json and shards    the weights in several files
-    PATH/tokenizer.model                            the tokenizer, where there is one
+    PATH/tokenizer.json, or tokenizer.model         the tokenizer, where there is one
 
 Links that lead out of the folder are refused, save those of the hub's own cache.
 
@@ -23,7 +23,7 @@ from layers.errors import UserError
 
 CONFIG = "config.json"
 _INDEX, _SINGLE = f"model{INDEX_SUFFIX}", f"model{SUFFIX}"
-_TOKENIZERS = ("tokenizer.model",)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,3 +15,6 @@ def needs(package: str, extra: str) -> pytest.MarkDecorator:
 
 
 NEEDS_SAFETENSORS = needs("safetensors", "hf")
+NEEDS_GGUF = needs("gguf", "hf")
+NEEDS_TOKENIZERS = needs("tokenizers", "hf")
+NEEDS_JINJA = needs("jinja2", "hf")

@@ -7,7 +7,7 @@ without unpickling and without memory for what a header merely claims.
 Data flow: a bad path → `open_checkpoint` → UserError with one line that names the path.
 
 Worked example: a JPEG gives "…/photo.npz: a JPEG image; expected a folder with checkpoint.json (a saved
-checkpoint), a Hugging Face folder (safetensors) or an .npz file of named tensors".
+checkpoint), a Hugging Face folder (safetensors), a GGUF file or an .npz file of named tensors".
 """
 
 import io
@@ -78,7 +78,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "noise": (bytes(range(130, 250)) * 5, ": a file of an unknown kind; "),
     "zeros": (bytes(600), ": a file of an unknown kind; "),
     "pickle": (pickle.dumps([1, 2]), ": a Python pickle, which is never loaded; "),
-    "gguf": (b"GGUF\x03\x00\x00\x00", ": a GGUF file, which is not supported yet; "),
     "npy": (b"\x93NUMPY\x01\x00", ": a single NumPy array; "),
     "gzip": (b"\x1f\x8b\x08", ": a gzip file; "),
     "torch": (torch_zip(), ": a PyTorch .pt file, which is not supported yet; "),

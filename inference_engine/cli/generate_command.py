@@ -39,6 +39,10 @@ _EXAMPLES = (
     ),
     ("three samples of at most 40 tokens", "--num_samples 3 --max_new_tokens 40 --seed 7"),
     ("prompts from a file, results for a program", "--prompts_file prompts.jsonl --json --logprobs 2"),
+    (
+        "ask a small instruction model, which is fetched once",
+        "--model smollm2-135m --chat 'Who wrote Hamlet?'",
+    ),
     ("the same text from eight chips", "--mesh 2,2,2 --layout 2d --attn_all_to_all yz"),
 )
 
@@ -59,7 +63,7 @@ def generate_command(registries: Registries) -> Command:
         description=_DESCRIPTION,
         groups=(
             _prompts_group(registries.prompt),
-            model_group(),
+            model_group(registries.pretrained),
             sampling_group(registries.sampling),
             engine_group(registries.engine),
             mesh_group(),
@@ -78,5 +82,8 @@ def _prompts_group(default: str) -> Group:
         "prompt", "text to continue", metavar="TEXT", repeatable=True, shown_default=repr(default)
     )
     file = Option("prompts_file", "JSONL file of prompts, after those of --prompt", metavar="FILE")
+    chat = Option("chat", "a question to answer, in the model's chat form", metavar="TEXT", repeatable=True)
+    system = Option("system", "what the chat's system message says", metavar="TEXT",
+                    shown_default="the model's own")  # fmt: skip
     skip = Option("skip_bad_lines", "leave bad lines of the file out, naming each on stderr", Kind.SWITCH)
-    return Group("Prompts", (prompt, file, skip))
+    return Group("Prompts", (prompt, chat, system, file, skip))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from inference_engine.config import EngineConfig
+from inference_engine.pretrained import PretrainedModel
 from inference_engine.sampling_params import SamplingParams
 from layers.hparams import HParams
 
@@ -22,9 +23,11 @@ class Registries:
       engine: sizes where no flag says otherwise.
       sampling: settings where no flag says otherwise.
       prompt: what is continued where no prompt is given.
+      pretrained: models that are fetched by their name.
     """
 
     models: Mapping[str, Callable[[], HParams]]
     engine: EngineConfig
     sampling: SamplingParams
     prompt: str
+    pretrained: Mapping[str, PretrainedModel] = dataclasses.field(default_factory=dict)
