@@ -29,11 +29,12 @@ from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.registry import find_reader
 from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX
 from checkpoints.state import OpenedCheckpoint
+from checkpoints.torch_source import read_torch
 from layers.errors import UserError
 
 EXPECTED = (
     f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors), "
-    "a GGUF file or an .npz file of named tensors"
+    "a GGUF file, a PyTorch .pt file or an .npz file of named tensors"
 )
 
 
@@ -44,6 +45,7 @@ class Container(enum.Enum):
     NPZ = "an .npz file of named tensors"
     HUGGING_FACE = "a Hugging Face model in safetensors"
     GGUF = "a GGUF file"
+    TORCH = "a PyTorch file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,8 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
     if container is Container.GGUF:
         return _open_gguf(path, options)
     files = find_files(path) if container is Container.HUGGING_FACE else None
-    named = read_npz(path) if files is None else read_named(files, str(path))
+    read = read_torch if container is Container.TORCH else read_npz
+    named = read(path) if files is None else read_named(files, str(path))
     state = find_reader(named).read(named, options)
     return OpenedCheckpoint(str(path), state, None if files is None else files.tokenizer)
 
@@ -159,7 +162,7 @@ def _detect_zip(path: Path) -> Container:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
         raise UserError(f"{path}: a truncated or damaged zip file ({str(error)[:80]}); {EXPECTED}") from None
     if any(name.endswith("data.pkl") for name in names):
-        raise UserError(f"{path}: a PyTorch .pt file, which is not supported yet; {EXPECTED}")
+        return Container.TORCH
     if not any(name.endswith(".npy") for name in names):
         raise UserError(f"{path}: a zip file without NumPy arrays; {EXPECTED}")
     return Container.NPZ

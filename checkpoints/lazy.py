@@ -59,7 +59,8 @@ class LazyArray:
         out = np.asarray(self.fetch(box))
         if out.shape != want:
             raise IndexError(f"expected {want} elements from the source, found {out.shape}")
-        return out[tuple(0 if axis in dropped else slice(None) for axis in range(out.ndim))]
+        kept = tuple(0 if axis in dropped else slice(None) for axis in range(out.ndim))
+        return np.asarray(out[kept], out.dtype)  # also where no dim is left
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """All elements; a copy is always made, as nothing is kept."""

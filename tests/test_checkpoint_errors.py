@@ -7,7 +7,8 @@ without unpickling and without memory for what a header merely claims.
 Data flow: a bad path → `open_checkpoint` → UserError with one line that names the path.
 
 Worked example: a JPEG gives "…/photo.npz: a JPEG image; expected a folder with checkpoint.json (a saved
-checkpoint), a Hugging Face folder (safetensors), a GGUF file or an .npz file of named tensors".
+checkpoint), a Hugging Face folder (safetensors), a GGUF file, a PyTorch .pt file or an .npz file of
+named tensors".
 """
 
 import io
@@ -54,13 +55,6 @@ class Payload:
         return (os.mkdir, (str(self.trace),))
 
 
-def torch_zip() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02.")
-    return buffer.getvalue()
-
-
 def plain_zip() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -80,7 +74,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "pickle": (pickle.dumps([1, 2]), ": a Python pickle, which is never loaded; "),
     "npy": (b"\x93NUMPY\x01\x00", ": a single NumPy array; "),
     "gzip": (b"\x1f\x8b\x08", ": a gzip file; "),
-    "torch": (torch_zip(), ": a PyTorch .pt file, which is not supported yet; "),
     "zip": (plain_zip(), ": a zip file without NumPy arrays; "),
     "half a zip": (ORACLE.read_bytes()[:3000], ": a truncated or damaged zip file ("),
 }
