@@ -24,17 +24,18 @@ from checkpoints.huggingface_folder import CONFIG, find_files, read_named
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_metadata import METADATA_FILE
 from checkpoints.orbax_store import PARTIAL, open_orbax
-from checkpoints.readers import gguf_llama
+from checkpoints.readers import gguf_llama, t5x_palm
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.registry import find_reader
 from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX
 from checkpoints.state import OpenedCheckpoint
+from checkpoints.t5x_source import TREE_FILE, read_t5x
 from checkpoints.torch_source import read_torch
 from layers.errors import UserError
 
 EXPECTED = (
     f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors), "
-    "a GGUF file, a PyTorch .pt file or an .npz file of named tensors"
+    "a T5X folder, a GGUF file, a PyTorch .pt file or an .npz file of named tensors"
 )
 
 
@@ -46,6 +47,7 @@ class Container(enum.Enum):
     HUGGING_FACE = "a Hugging Face model in safetensors"
     GGUF = "a GGUF file"
     TORCH = "a PyTorch file"
+    T5X = "a T5X folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,8 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
         return open_orbax(path)
     if container is Container.GGUF:
         return _open_gguf(path, options)
+    if container is Container.T5X:
+        return OpenedCheckpoint(str(path), t5x_palm.read(read_t5x(path), options))
     files = find_files(path) if container is Container.HUGGING_FACE else None
     read = read_torch if container is Container.TORCH else read_npz
     named = read(path) if files is None else read_named(files, str(path))
@@ -130,6 +134,8 @@ def _detect_folder(path: Path) -> Container:
         return Container.ORBAX
     if not names:
         raise UserError(f"{path}: an empty folder; {EXPECTED}")
+    if TREE_FILE in names and (path / TREE_FILE).is_file():
+        return Container.T5X
     if CONFIG in names or any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return Container.HUGGING_FACE
     kind = next(
