@@ -73,11 +73,24 @@ def read_header(path: Path) -> GgufHeader:
         raise UserError(f"{path}: empty or damaged ({error})") from None
 
 
+def without_tensors(path: Path) -> bytes:
+    """The same file with its metadata and no tensors: a tokenizer that travels without its weights.
+
+    Raises UserError as `read_header`.
+    """
+    read_header(path)
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        walk = _Walk(path, data)
+        walk.header()
+        return data[:8] + bytes(8) + data[16 : walk.metadata_end]
+
+
 class _Walk:
     """Reads values one after another, never beyond the file's end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.what = path, data, 0, "the header"
+        self.metadata_end = 0
 
     def header(self) -> GgufHeader:
         """Everything before the data."""
@@ -97,6 +110,7 @@ class _Walk:
                 raise UserError(f"{self.path}: the key {key[:80]!r} is there twice or not printable")
             self.what = key[:80]
             metadata[key] = self.value()
+        self.metadata_end = self.at
         infos = self._infos(tensors)
         start = self._data_start(metadata)
         moved = {name: dataclasses.replace(info, offset=info.offset + start) for name, info in infos.items()}

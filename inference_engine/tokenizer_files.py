@@ -25,6 +25,8 @@ TOKENIZER_CONFIG, GENERATION_CONFIG, MODEL_CONFIG = (
     "tokenizer_config.json", "generation_config.json", "config.json",
 )  # fmt: skip
 TEMPLATE_FILE = "chat_template.jinja"
+COMPANIONS = (TOKENIZER_CONFIG, GENERATION_CONFIG, MODEL_CONFIG, TEMPLATE_FILE)
+"""What may stand beside a tokenizer's file and belongs to it."""
 _MAX_JSON, _MAX_TEMPLATE = 1 << 28, 1 << 20
 
 

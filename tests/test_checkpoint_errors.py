@@ -7,8 +7,8 @@ without unpickling and without memory for what a header merely claims.
 Data flow: a bad path → `open_checkpoint` → UserError with one line that names the path.
 
 Worked example: a JPEG gives "…/photo.npz: a JPEG image; expected a folder with checkpoint.json (a saved
-checkpoint), a Hugging Face folder (safetensors), a T5X folder, a GGUF file, a PyTorch .pt file or an .npz file
-of named tensors".
+checkpoint), a Hugging Face folder (safetensors), a T5X folder, a GGUF file, a PyTorch .pt file or an .npz
+file of named tensors".
 """
 
 import io

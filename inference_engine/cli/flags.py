@@ -40,8 +40,8 @@ def shown(text: str) -> str:
 def parse(command: Command, words: Sequence[str]) -> Flags | None:
     """The flags of a call, or None where help was asked for.
 
-    Raises UserError: an unknown flag, a value of the wrong kind, a missing value, a flag given twice, or a
-    word that belongs to no flag.
+    Raises UserError: an unknown flag, a value of the wrong kind, a missing value, a flag given twice, a word
+    that belongs to no flag, or one that is missing.
     """
     _refuse_ignore_list(command, words)
     values = _define(command)
@@ -57,14 +57,24 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
         raise UserError(f"{command.name}: {shown(str(error))}") from None
     if values[HELP].value:
         return None
-    if rest:
+    if len(rest) < len(command.words):
+        raise UserError(f"{command.name}: no {command.words[len(rest)]}; usage: {usage(command)}")
+    if command.words and len(rest) > len(command.words):
+        raise UserError(f"{command.name}: unexpected {shown(rest[-1])!r}; usage: {usage(command)}")
+    if rest and not command.words:
         hint = f"nearest: --prompt {shown(rest[0])!r}" if "prompt" in values else "it belongs to no flag"
         raise UserError(f"{command.name}: unexpected {shown(rest[0])!r}; {hint}")
     for option in command.options:
         if not option.repeatable and values[option.name].present > 1:
             raise UserError(f"--{option.name} is given {values[option.name].present} times; allowed: once")
     typed = frozenset(option.name for option in command.options if values[option.name].present)
-    return Flags({option.name: _value(option, values) for option in command.options}, typed)
+    words_found = dict(zip(command.words, rest, strict=True))
+    return Flags({option.name: _value(option, values) for option in command.options} | words_found, typed)
+
+
+def usage(command: Command) -> str:
+    """A call of a command, as it is typed."""
+    return " ".join((command.name, *command.words, "[flags]"))
 
 
 def _switch_with_a_value(command: Command, words: Sequence[str]) -> UserError:

@@ -96,6 +96,7 @@ class Command:
       groups: its flags.
       run: takes the flags and the answer to Ctrl-C, returns the exit code.
       examples: pairs of a comment and the arguments after the program's name.
+      words: names of the words that stand without a flag, all of them needed.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Command:
     groups: tuple[Group, ...]
     run: Callable[[Flags, Interrupts], int]
     examples: tuple[tuple[str, str], ...] = ()
+    words: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[Option, ...]:
