@@ -23,6 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from inference_engine.cli.check_command import check_command
         from inference_engine.cli.convert_command import convert_command
         from inference_engine.cli.generate_command import generate_command
+        from inference_engine.cli.inspect_command import inspect_command
         from inference_engine.cli.main import main as run_command
         from inference_engine.cli.registries import Registries
 
@@ -33,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
             prompt=shakespeare_prompt(),
             pretrained=PRETRAINED,
         )
-        commands = (generate_command(registries), check_command(), convert_command())
+        commands = (generate_command(registries), check_command(), inspect_command(), convert_command())
         return run_command(commands, sys.argv[1:] if words is None else words, interrupts)
 
 

@@ -94,23 +94,24 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
             raise UserError(
                 f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
             )
-        return open_orbax(path)
+        return dataclasses.replace(open_orbax(path), family=container.value)
     if container is Container.GGUF:
         return _open_gguf(path, options)
     if container is Container.T5X:
-        return OpenedCheckpoint(str(path), t5x_palm.read(read_t5x(path), options))
+        return OpenedCheckpoint(str(path), t5x_palm.read(read_t5x(path), options), family="PaLM (T5X)")
     files = find_files(path) if container is Container.HUGGING_FACE else None
     read = read_torch if container is Container.TORCH else read_npz
     named = read(path) if files is None else read_named(files, str(path))
-    state = find_reader(named).read(named, options)
-    return OpenedCheckpoint(str(path), state, None if files is None else files.tokenizer)
+    reader = find_reader(named)
+    tokenizer = None if files is None else files.tokenizer
+    return OpenedCheckpoint(str(path), reader.read(named, options), tokenizer, family=reader.name)
 
 
 def _open_gguf(path: Path, options: ReaderOptions) -> OpenedCheckpoint:
     """A GGUF file, which holds its tokenizer."""
     named = read_gguf(path)
     tokenizer = path if "tokenizer.ggml.model" in named.config else None
-    return OpenedCheckpoint(str(path), gguf_llama.read(named, options), tokenizer)
+    return OpenedCheckpoint(str(path), gguf_llama.read(named, options), tokenizer, family="Llama (GGUF)")
 
 
 def detect(path: Path) -> Container:

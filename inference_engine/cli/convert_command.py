@@ -27,10 +27,10 @@ _DESCRIPTION = (
     """Writes a checkpoint of any kind as a saved checkpoint, which every mesh, layout and dtype loads. It
     takes the tokenizer along. Memory holds a few layers at a time. An interrupted conversion leaves a folder
     that does not load; the same command goes on from it.""",
-    """With --weights int8 kernels are quantized as --weights int8 of generate would, with equal results. Other
+    """With --weights int8 kernels are quantized as generate --weights int8 would, with equal results. Other
     dtypes are chosen at load: rounding before constants are folded in would round twice.""",
 )
-_EXAMPLES = (("a test file in int8", "tests/oracles/palm_pytorch_0.2.2.npz converted --weights int8"),)
+_EXAMPLES = (("a test file in int8", "tests/oracles/palm_pytorch_0.2.2.npz out --weights int8"),)
 
 
 def convert_command() -> Command:
