@@ -18,11 +18,14 @@ def main(words: Sequence[str] | None = None) -> int:
     with interrupts.taken():  # before anything else is imported, which a Ctrl-C may interrupt too
         from configs.engines import interactive
         from configs.models import MODELS
+        from configs.pretrained import PRETRAINED
         from configs.prompts import free_text, shakespeare_prompt
         from configs.sweeps import GRIDS
         from inference_engine.cli.check_command import check_command
         from inference_engine.cli.compare_command import compare_command
+        from inference_engine.cli.convert_command import convert_command
         from inference_engine.cli.generate_command import generate_command
+        from inference_engine.cli.inspect_command import inspect_command
         from inference_engine.cli.main import main as run_command
         from inference_engine.cli.profile_command import profile_command
         from inference_engine.cli.registries import Registries
@@ -35,11 +38,14 @@ def main(words: Sequence[str] | None = None) -> int:
             sampling=free_text(),
             prompt=shakespeare_prompt(),
             grids=GRIDS,
+            pretrained=PRETRAINED,
         )
         commands = (
             generate_command(registries),
             score_command(registries),
             check_command(),
+            inspect_command(),
+            convert_command(),
             sweep_command(registries),
             compare_command(),
             profile_command(registries),

@@ -29,6 +29,7 @@ setup(
         "layers.collectives",
         "checkpoints",
         "checkpoints.readers",
+        "checkpoints.readers.huggingface",
         "inference_engine",
         "inference_engine.checking",
         "inference_engine.cli",
@@ -52,12 +53,14 @@ setup(
         "tensorstore>=0.1.70",
     ],
     extras_require={
-        "test": ["beartype>=0.20", "hypothesis>=6.100", "pytest>=9", "scipy>=1.14"],
+        # Files of other projects: GGUF, chat templates, safetensors, tokenizer.json.
+        "hf": ["gguf>=0.17", "jinja2>=3.1", "safetensors>=0.5", "tokenizers>=0.21"],
+        "test": ["beartype>=0.20", "hypothesis>=6.100", "pytest>=9", "scipy>=1.14", "palm-inference[hf]"],
         "dev": ["mypy>=2.4,<3", "pre-commit>=4", "ruff>=0.17.6,<0.18"],
         # The TPU compiler runs without a TPU; later wheels cannot print every program.
         "tpu-compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],
         "plots": ["matplotlib>=3.9"],
         # The independent implementations that the stored reference logits come from.
-        "oracles": ["torch==2.13.0", "transformers>=5"],
+        "oracles": ["accelerate>=1", "torch==2.13.0", "transformers>=5", "palm-inference[hf]"],
     },
 )

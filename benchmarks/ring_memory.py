@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import MatmulSpeed
+from inference_engine.profiling.host_speed import MatmulSpeed
 from layers.ring_attention import AttentionForm, ring_attention
 from layers.ring_schedule import TokenOrder
 

@@ -7,7 +7,8 @@ unpickled and no weight is read.
 Data flow: path → `detect` → container → reader → `OpenedCheckpoint`.
 
 Worked example: a file that starts with FF D8 FF is "a JPEG image"; one that starts with "PK" is a zip
-file, and an `.npz` if it holds `.npy` members; a folder with checkpoint.json is a saved checkpoint.
+file, and an `.npz` if it holds `.npy` members; a folder with checkpoint.json is a saved checkpoint, one with
+config.json a Hugging Face model.
 """
 
 import dataclasses
@@ -17,15 +18,25 @@ import os
 import zipfile
 from pathlib import Path
 
+from checkpoints.gguf_header import MAGIC
+from checkpoints.gguf_source import read_gguf
+from checkpoints.huggingface_folder import CONFIG, find_files, read_named
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_metadata import METADATA_FILE
 from checkpoints.orbax_store import PARTIAL, open_orbax
+from checkpoints.readers import gguf_llama, t5x_palm
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.readers.registry import find_reader
+from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX
 from checkpoints.state import OpenedCheckpoint
+from checkpoints.t5x_source import TREE_FILE, read_t5x
+from checkpoints.torch_source import read_torch
 from layers.errors import UserError
 
-EXPECTED = f"expected a folder with {METADATA_FILE} (a saved checkpoint) or an .npz file of named tensors"
+EXPECTED = (
+    f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors), "
+    "a T5X folder, a GGUF file, a PyTorch .pt file or an .npz file of named tensors"
+)
 
 
 class Container(enum.Enum):
@@ -33,6 +44,10 @@ class Container(enum.Enum):
 
     ORBAX = "a saved checkpoint (Orbax)"
     NPZ = "an .npz file of named tensors"
+    HUGGING_FACE = "a Hugging Face model in safetensors"
+    GGUF = "a GGUF file"
+    TORCH = "a PyTorch file"
+    T5X = "a T5X folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +63,6 @@ _FOREIGN_FILES = (
     _Foreign(b"\xff\xd8\xff", "a JPEG image"),
     _Foreign(b"\x89PNG\r\n\x1a\n", "a PNG image"),
     _Foreign(b"%PDF", "a PDF document"),
-    _Foreign(b"GGUF", "a GGUF file, which is not supported yet"),
     _Foreign(b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     _Foreign(b"\x93NUMPY", "a single NumPy array"),
     _Foreign(b"\x1f\x8b", "a gzip file"),
@@ -58,8 +72,6 @@ _FOREIGN_FILES = (
     _Foreign(b"\x80\x05", "a Python pickle, which is never loaded"),
 )
 _FOREIGN_FOLDERS = (
-    ("model.safetensors.index.json", "a Hugging Face folder, which is not supported yet"),
-    ("config.json", "a Hugging Face folder, which is not supported yet"),
     ("_CHECKPOINT_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
     ("_METADATA", f"an Orbax checkpoint without {METADATA_FILE}"),
 )
@@ -76,14 +88,30 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
     not apply to it.
     """
     path, options = Path(path), options or ReaderOptions()
-    if detect(path) is Container.ORBAX:
+    container = detect(path)
+    if container is Container.ORBAX:
         if options != ReaderOptions():
             raise UserError(
                 f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
             )
-        return open_orbax(path)
-    named = read_npz(path)
-    return OpenedCheckpoint(str(path), find_reader(named).read(named, options))
+        return dataclasses.replace(open_orbax(path), family=container.value)
+    if container is Container.GGUF:
+        return _open_gguf(path, options)
+    if container is Container.T5X:
+        return OpenedCheckpoint(str(path), t5x_palm.read(read_t5x(path), options), family="PaLM (T5X)")
+    files = find_files(path) if container is Container.HUGGING_FACE else None
+    read = read_torch if container is Container.TORCH else read_npz
+    named = read(path) if files is None else read_named(files, str(path))
+    reader = find_reader(named)
+    tokenizer = None if files is None else files.tokenizer
+    return OpenedCheckpoint(str(path), reader.read(named, options), tokenizer, family=reader.name)
+
+
+def _open_gguf(path: Path, options: ReaderOptions) -> OpenedCheckpoint:
+    """A GGUF file, which holds its tokenizer."""
+    named = read_gguf(path)
+    tokenizer = path if "tokenizer.ggml.model" in named.config else None
+    return OpenedCheckpoint(str(path), gguf_llama.read(named, options), tokenizer, family="Llama (GGUF)")
 
 
 def detect(path: Path) -> Container:
@@ -107,6 +135,10 @@ def _detect_folder(path: Path) -> Container:
         return Container.ORBAX
     if not names:
         raise UserError(f"{path}: an empty folder; {EXPECTED}")
+    if TREE_FILE in names and (path / TREE_FILE).is_file():
+        return Container.T5X
+    if CONFIG in names or any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        return Container.HUGGING_FACE
     kind = next(
         (name for file, name in _FOREIGN_FOLDERS if file in names), f"a folder without {METADATA_FILE}"
     )
@@ -122,6 +154,10 @@ def _detect_file(path: Path) -> Container:
         raise UserError(f"{path}: an empty file; {EXPECTED}")
     if head.startswith(_ZIP_MAGIC):
         return _detect_zip(path)
+    if head.startswith(MAGIC):
+        return Container.GGUF
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
+        return Container.HUGGING_FACE
     kind = next((foreign.name for foreign in _FOREIGN_FILES if head.startswith(foreign.magic)), None)
     raise UserError(f"{path}: {kind or _describe(head)}; {EXPECTED}")
 
@@ -133,7 +169,7 @@ def _detect_zip(path: Path) -> Container:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
         raise UserError(f"{path}: a truncated or damaged zip file ({str(error)[:80]}); {EXPECTED}") from None
     if any(name.endswith("data.pkl") for name in names):
-        raise UserError(f"{path}: a PyTorch .pt file, which is not supported yet; {EXPECTED}")
+        return Container.TORCH
     if not any(name.endswith(".npy") for name in names):
         raise UserError(f"{path}: a zip file without NumPy arrays; {EXPECTED}")
     return Container.NPZ

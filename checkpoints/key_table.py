@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from checkpoints.lazy import ArrayLike, sliced, split_dim, transposed
+from checkpoints.lazy import ArrayLike, merged, sliced, split_dim, transposed
 from checkpoints.named_arrays import NamedArrays, closest
 from checkpoints.state import CheckpointState, TensorSpec, state_tensors, validate_state
 from layers.errors import UserError
 from layers.hparams import HParams
 
 _CHECK_ELEMENTS = 1 << 24
+_GROUPED = "heads_per_kv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +58,14 @@ class Rule:
       pattern: the foreign name.
       parts: what its leading dim is made of, in order.
       inputs: names of the dims that its second dim runs over; empty for a vector.
+      groups: name of a dim that the leading dim runs over outermost, where every group has all the parts:
+        `kv_heads` where each kv head's queries, key and value stand together.
     """
 
     pattern: str
     parts: tuple[Part, ...]
     inputs: str = ""
+    groups: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,28 +171,37 @@ def _apply_rule(
 ) -> dict[str, ArrayLike]:
     """The neutral tensors that one foreign tensor holds."""
     counts = [math.prod(_sizes(part.rows, hparams)) for part in rule.parts]
-    expected = (sum(counts),) + ((math.prod(_sizes(rule.inputs, hparams)),) if rule.inputs else ())
+    groups = _sizes(rule.groups, hparams)
+    inputs = (math.prod(_sizes(rule.inputs, hparams)),) if rule.inputs else ()
+    expected = (math.prod(groups) * sum(counts), *inputs)
     if named.shape(key) != expected:
         raise UserError(
             f"{named.source}: {key} has shape {list(named.shape(key))}, expected {list(expected)}"
         )
+    array, axis = named.arrays[key], len(groups)
+    if groups:
+        array = split_dim(array, 0, (*groups, sum(counts)))
     out, start = {}, 0
     for part, count in zip(rule.parts, counts, strict=True):
-        rows = sliced(named.arrays[key], 0, start, start + count)
+        rows = sliced(array, axis, start, start + count)
         start += count
         spec = specs[prefix + part.name]
-        out[prefix + part.name] = _arranged(rows, part, rule.inputs, spec, hparams)
+        out[prefix + part.name] = _arranged(rows, part, rule, spec, hparams)
     return out
 
 
-def _arranged(array: ArrayLike, part: Part, inputs: str, spec: TensorSpec, hparams: HParams) -> ArrayLike:
+def _arranged(array: ArrayLike, part: Part, rule: Rule, spec: TensorSpec, hparams: HParams) -> ArrayLike:
     """Split rows and columns into named dims and bring them into the neutral order."""
-    if inputs:
-        array = split_dim(array, 1, _sizes(inputs, hparams))
-    array = split_dim(array, 0, _sizes(part.rows, hparams))
+    dims = rule.groups.split()
+    if rule.inputs:
+        array = split_dim(array, len(dims) + 1, _sizes(rule.inputs, hparams))
+    array = split_dim(array, len(dims), _sizes(part.rows, hparams))
     if part.convert is not None:
         return part.convert(array, hparams)
-    dims = part.rows.split() + inputs.split()
+    dims += part.rows.split() + rule.inputs.split()
+    if _GROUPED in dims:  # kv_heads, heads_per_kv → heads
+        at = dims.index(_GROUPED) - 1
+        array, dims[at : at + 2] = merged(array, at), ["heads"]
     return transposed(array, tuple(dims.index(dim) for dim in spec.dims))
 
 

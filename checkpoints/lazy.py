@@ -59,7 +59,8 @@ class LazyArray:
         out = np.asarray(self.fetch(box))
         if out.shape != want:
             raise IndexError(f"expected {want} elements from the source, found {out.shape}")
-        return out[tuple(0 if axis in dropped else slice(None) for axis in range(out.ndim))]
+        kept = tuple(0 if axis in dropped else slice(None) for axis in range(out.ndim))
+        return np.asarray(out[kept], out.dtype)  # also where no dim is left
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """All elements; a copy is always made, as nothing is kept."""
@@ -164,3 +165,47 @@ def split_dim(array: ArrayLike, axis: int, sizes: tuple[int, ...]) -> LazyArray:
         raise IndexError(f"dim {axis} of size {array.shape[axis]} does not split into {sizes}")
     shape = tuple(array.shape[:axis]) + sizes + tuple(array.shape[axis + 1 :])
     return LazyArray(shape, array.dtype, _Split(array, axis, sizes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Merge:
+    """Read two neighbouring dims as one; whole rows of the outer one, then cut."""
+
+    array: ArrayLike
+    axis: int
+
+    def __call__(self, box: Box) -> np.ndarray:
+        axis, inner = self.axis, self.array.shape[self.axis + 1]
+        first, last = box[axis].start // inner, -(-box[axis].stop // inner)
+        rows = slice(first, max(first, last))
+        read = np.asarray(self.array[box[:axis] + (rows, slice(None)) + box[axis + 1 :]])
+        size = (rows.stop - rows.start) * inner
+        read = read.reshape(read.shape[:axis] + (size,) + read.shape[axis + 2 :])
+        start = box[axis].start - first * inner
+        cut = slice(start, start + box[axis].stop - box[axis].start)
+        return read[(slice(None),) * axis + (cut,)]
+
+
+def merged(array: ArrayLike, axis: int) -> LazyArray:
+    """The dims `axis` and `axis + 1` seen as one, the first outermost, as a view."""
+    if not 0 <= axis < len(array.shape) - 1 or array.shape[axis + 1] < 1:
+        raise IndexError(f"dims {axis} and {axis + 1} of {array.shape} cannot be merged")
+    size = array.shape[axis] * array.shape[axis + 1]
+    shape = tuple(array.shape[:axis]) + (size,) + tuple(array.shape[axis + 2 :])
+    return LazyArray(shape, array.dtype, _Merge(array, axis))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Repeat:
+    """Read the same elements for every index of a new leading dim."""
+
+    array: ArrayLike
+
+    def __call__(self, box: Box) -> np.ndarray:
+        read = np.asarray(self.array[box[1:]])
+        return np.broadcast_to(read, (box[0].stop - box[0].start, *read.shape))
+
+
+def repeated(array: ArrayLike, count: int) -> LazyArray:
+    """The array once for each index of a new leading dim, as a view."""
+    return LazyArray((count, *array.shape), array.dtype, _Repeat(array))

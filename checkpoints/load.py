@@ -9,9 +9,9 @@ Data flow: `CheckpointState` (lazy) → one layer's leaves on the device → `pr
 Worked example: PaLM 8B in bfloat16 ends as 17.3 GB; while loading, one float32 layer more (1.0 GB) is alive.
 """
 
+import concurrent.futures
 import dataclasses
 import enum
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from checkpoints.heap import release_free_memory
 from checkpoints.int8 import quantize_state, shared_output_scale
 from checkpoints.preprocess import layer_leaves, preprocess_ends, preprocess_layer
 from checkpoints.state import CheckpointState, Entry, QuantizedTensor
@@ -31,6 +32,9 @@ from layers.mesh_shape import MeshShape
 from layers.norm import NormParams
 from layers.params import LayerParams, Params
 from layers.partitioning import check_model, param_specs, shardings
+
+WORKERS = 4
+"""Threads that read the arrays of a layer."""
 
 
 class WeightsDtype(enum.Enum):
@@ -139,6 +143,7 @@ class _Programs:
 
     def layer(self, leaves: Loaded) -> LayerParams:
         """One layer; its program is compiled once."""
+        release_free_memory()
         floats, pairs = _split(leaves)
         if self._layer is None:
             target = self._layer_shardings(jax.eval_shape(self._preprocess, floats, pairs), stacked=False)
@@ -158,9 +163,9 @@ class _Programs:
 
     def stack(self, layers: Iterator[LayerParams]) -> LayerParams:
         """Layers one after another into one stack that is written in place."""
-        first = next(layers)
+        layer = next(layers)
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((self.hparams.layers, *leaf.shape), leaf.dtype), first
+            lambda leaf: jax.ShapeDtypeStruct((self.hparams.layers, *leaf.shape), leaf.dtype), layer
         )
         target = self._layer_shardings(shapes, stacked=True)
 
@@ -174,8 +179,12 @@ class _Programs:
 
         place = jax.jit(put, donate_argnums=0, out_shardings=target)
         stack = jax.jit(empty, out_shardings=target)()
-        for index, layer in enumerate(itertools.chain([first], layers)):
-            stack = place(stack, layer, np.int32(index))
+        # Each layer is awaited and let go before the next one is read: memory holds one at a time.
+        stack = jax.block_until_ready(place(stack, layer, np.int32(0)))
+        for index in range(1, self.hparams.layers):
+            del layer
+            layer = next(layers)
+            stack = jax.block_until_ready(place(stack, layer, np.int32(index)))
         return stack
 
 
@@ -186,22 +195,27 @@ def _nbytes(entry: Entry) -> int:
 
 
 class _Reader:
-    """Reads entries and reports the bytes."""
+    """Reads entries, several at a time, and reports the bytes."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self.total, self.done, self.progress = total, 0, progress
 
     def read(self, entries: Mapping[str, Any]) -> Loaded:
         """The same entries as arrays."""
-        return {key: self._read_entry(entry) for key, entry in entries.items()}
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as workers:
+            arrays = workers.map(_read_entry, entries.values())
+            loaded = {}
+            for (key, entry), array in zip(entries.items(), arrays, strict=True):
+                loaded[key] = array
+                self.done += _nbytes(entry)
+                self.progress(self.done, self.total)
+        return loaded
 
-    def _read_entry(self, entry: Entry) -> Any:
-        if isinstance(entry, QuantizedTensor):
-            return QuantizedTensor(self._read_entry(entry.qvalue), self._read_entry(entry.scale))
-        array = np.asarray(entry[...])
-        self.done += _nbytes(entry)
-        self.progress(self.done, self.total)
-        return array
+
+def _read_entry(entry: Entry) -> Any:
+    if isinstance(entry, QuantizedTensor):
+        return QuantizedTensor(_read_entry(entry.qvalue), _read_entry(entry.scale))
+    return np.asarray(entry[...])
 
 
 def _split(leaves: Loaded) -> tuple[Loaded, dict[str, Pair]]:

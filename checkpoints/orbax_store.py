@@ -6,7 +6,7 @@
 
 Save: the weights are written in groups, so that a lazy state never has more than one group in memory,
 into `PATH.partial`, which is renamed to PATH when all is there. A killed save leaves no PATH, and what
-it leaves beside does not load.
+it leaves beside does not load; a save that may be resumed goes on from the groups that are whole.
 
 Restore: opening reads metadata only. Each weight is a lazy array over the stored chunks, so a loader
 asks for the rectangle of each shard and gets just the chunks that it touches:
@@ -22,7 +22,7 @@ Worked example: a float32 `layer_0/w0` [4096, 16384] is 256 MiB in chunks of at 
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ GROUP_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 24
 _CACHE_BYTES = 1 << 26
 PARTIAL = ".partial"
+TOKENIZER_STEM = "tokenizer"
+_RESUME = "resume.txt"
+_UNFINISHED = ("weights_*.orbax-checkpoint-tmp", METADATA_FILE)
+Progress = Callable[[int, int], None]
+
+
+def _unseen(done: int, total: int) -> None:
+    del done, total
+
+
 _REPLACED = ".replaced"
 _ARRAY_HEADER = b"/.zarray"
 
@@ -56,6 +66,9 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     group_bytes: int = GROUP_BYTES,
+    companions: Sequence[Path] = (),
+    resume_as: str | None = None,
+    progress: Progress = _unseen,
 ) -> None:
     """Save a model so that it appears whole or not at all.
 
@@ -66,6 +79,10 @@ def save_checkpoint(
       extra: JSON to keep with the model.
       overwrite: replace a checkpoint that is there; anything else is never replaced.
       group_bytes: how many bytes of weights are in memory at a time (one weight at least).
+      companions: files to copy into the folder beside the tokenizer, under their names.
+      resume_as: what the weights are, in a text. A save that was interrupted leaves what it wrote, and one
+        with the same text goes on from there; None for one that begins anew and leaves nothing.
+      progress: called with bytes written and bytes in all.
 
     Raises UserError if the state is not a whole model, if the path is taken or cannot be written.
     """
@@ -74,16 +91,33 @@ def save_checkpoint(
     _check_target(path, overwrite)
     partial = path.with_name(path.name + PARTIAL)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        items = _write_groups(partial, state, group_bytes)
+        _begin(partial, resume_as)
+        items = _write_groups(partial, state, group_bytes, progress)
         tokenizer = None if tokenizer_file is None else _copy_tokenizer(Path(tokenizer_file), partial)
+        for companion in companions:
+            shutil.copyfile(companion, partial / companion.name)
         Metadata(state.hparams, items, tokenizer, extra or {}).write(partial)
+        (partial / _RESUME).unlink(missing_ok=True)
         _publish(partial, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if resume_as is None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _begin(partial: Path, resume_as: str | None) -> None:
+    """Makes the folder to write into, or keeps the one that a save of the same weights left."""
+    kept = partial / _RESUME
+    if resume_as is not None and kept.is_file() and kept.read_text(encoding="utf-8") == resume_as:
+        for name in (TOKENIZER_STEM, *_UNFINISHED):  # half-written files of the interrupted save
+            for left in partial.glob(f"{name}*"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if resume_as is not None:
+        kept.write_text(resume_as, encoding="utf-8")
 
 
 def open_orbax(path: Path | str) -> OpenedCheckpoint:
@@ -119,24 +153,37 @@ def _check_target(path: Path, overwrite: bool) -> None:
         raise UserError(f"{path}: is no checkpoint and will not be overwritten")
 
 
-def _groups(state: CheckpointState, group_bytes: int) -> Iterator[dict[str, Any]]:
-    """The weights as nested trees of NumPy arrays, of bounded size, read as they are yielded."""
-    tree: dict[str, Any] = {}
+def _groups(state: CheckpointState, group_bytes: int) -> Iterator[list[str]]:
+    """Keys whose weights are written together, of bounded size."""
+    keys: list[str] = []
     held = 0
     for key in state_spec(state.hparams):
-        parts = _split_int8(key, state.weights[key])
-        size = sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in parts.values())
-        if tree and held + size > group_bytes:
-            yield tree
-            tree, held = {}, 0
+        size = _size(key, state)
+        if keys and held + size > group_bytes:
+            yield keys
+            keys, held = [], 0
         held += size
-        for name, part in parts.items():
+        keys.append(key)
+    yield keys
+
+
+def _size(key: str, state: CheckpointState) -> int:
+    """Bytes of one entry as it is stored."""
+    parts = _split_int8(key, state.weights[key]).values()
+    return sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in parts)
+
+
+def _tree(keys: list[str], state: CheckpointState) -> dict[str, Any]:
+    """The weights of a group, read now, as nested dicts of NumPy arrays."""
+    tree: dict[str, Any] = {}
+    for key in keys:
+        for name, part in _split_int8(key, state.weights[key]).items():
             *folders, leaf = name.split("/")
             node = tree
             for folder in folders:
                 node = node.setdefault(folder, {})
             node[leaf] = np.ascontiguousarray(part)
-    yield tree
+    return tree
 
 
 def _split_int8(key: str, entry: Entry) -> dict[str, ArrayLike]:
@@ -158,16 +205,26 @@ def _join_int8(leaves: Mapping[str, ArrayLike]) -> dict[str, Entry]:
     return weights
 
 
-def _write_groups(folder: Path, state: CheckpointState, group_bytes: int) -> tuple[str, ...]:
-    """Write the weights as numbered Orbax checkpoints and return their names."""
+def _write_groups(
+    folder: Path, state: CheckpointState, group_bytes: int, progress: Progress
+) -> tuple[str, ...]:
+    """Write the weights as numbered Orbax checkpoints and return their names.
+
+    Orbax renames each into place when it is whole, so one that is there already is.
+    """
     import orbax.checkpoint as ocp  # takes most of a second, and only a save needs it
 
-    names = []
+    names: list[str] = []
+    done, total = 0, sum(_size(key, state) for key in state_spec(state.hparams))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        for number, tree in enumerate(_groups(state, group_bytes)):
+        for number, keys in enumerate(_groups(state, group_bytes)):
             names.append(f"weights_{number}")
-            save_args = _map_leaves(tree, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
-            checkpointer.save(folder / names[-1], args=ocp.args.PyTreeSave(tree, save_args=save_args))
+            if not (folder / names[-1]).is_dir():
+                tree = _tree(keys, state)
+                save_args = _map_leaves(tree, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+                checkpointer.save(folder / names[-1], args=ocp.args.PyTreeSave(tree, save_args=save_args))
+            done += sum(_size(key, state) for key in keys)
+            progress(done, total)
     return tuple(names)
 
 
@@ -177,7 +234,7 @@ def _map_leaves(tree: Any, value: Any) -> Any:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> str:
-    name = f"tokenizer{source.suffix}"
+    name = f"{TOKENIZER_STEM}{source.suffix}"
     shutil.copyfile(source, folder / name)
     return name
 

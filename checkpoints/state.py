@@ -81,12 +81,14 @@ class OpenedCheckpoint:
       state: the model.
       tokenizer_file: the tokenizer stored beside the weights, if any.
       extra: what the saver wanted to keep with them (JSON).
+      family: what people call this kind of checkpoint.
     """
 
     source: str
     state: CheckpointState
     tokenizer_file: Path | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    family: str = ""
 
 
 def _always(hparams: HParams) -> bool:

@@ -21,7 +21,7 @@ from inference_engine.model import Model
 from inference_engine.request import Request
 from inference_engine.sampling_state import sampling_row
 from inference_engine.shared_pool import pool_bytes
-from inference_engine.steps import Models, build_steps, cache_bytes
+from inference_engine.steps import Models, Steps, build_steps, cache_bytes
 from layers.hparams import HParams
 from layers.params import Params
 

@@ -27,9 +27,7 @@ class SampleStream:
         self.request, self.index, self.sample = request, index, sample
         self.finish_reason: FinishReason | None = None
         self._stream = TextStream(tokenizer, request.params.stop_strings, continues=True)
-        self._stop_ids = set(request.params.stop_ids)
-        if tokenizer.eos_id is not None:
-            self._stop_ids.add(tokenizer.eos_id)
+        self._stop_ids = {*request.params.stop_ids, *tokenizer.end_ids}
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []

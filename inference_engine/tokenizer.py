@@ -13,7 +13,9 @@ Worked example (`ByteTokenizer`): "né" → UTF-8 6E C3 A9 → ids [110, 195, 16
 "n\\ufffd", for half a character is all there is; decode([256, 110, 195, 169, 257]) is "né".
 """
 
+import abc
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, SupportsIndex, runtime_checkable
@@ -35,8 +37,17 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a text, EOS among them."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without BOS or EOS."""
+        ...
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text in which the names of special tokens stand for them, as chat templates write it."""
         ...
 
     def decode(self, ids: Iterable[SupportsIndex], continues: bool = False) -> str:
@@ -99,12 +110,29 @@ def check_vocab_fits(tokenizer: Tokenizer, model_vocab: int) -> None:
         )
 
 
-class _TokenTable:
+class TokenTable(abc.ABC):
     """Decoding over two tables of bytes, shared by the tokenizers.
 
     `inside[i]` are the bytes of token i within a text, `opening[i]` those at its start (None: the token
     leaves the start where it is).
     """
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+    other_end_ids: frozenset[int] = frozenset()
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """See `Tokenizer.end_ids`."""
+        return self.other_end_ids | (frozenset() if self.eos_id is None else frozenset({self.eos_id}))
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+
+    def encode_marked(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_marked`: as `encode`, where special tokens have no names or it finds them."""
+        return self.encode(text)
 
     def __init__(self, inside: Sequence[bytes], opening: Sequence[bytes | None]) -> None:
         self._inside = inside
@@ -144,7 +172,7 @@ class _TokenTable:
         return index
 
 
-class ByteTokenizer(_TokenTable):
+class ByteTokenizer(TokenTable):
     """One id per byte, then BOS (256) and EOS (257); ids beyond stand for nothing. For tests.
 
     `vocab_size` may be larger than 258, so that it fits a model of any vocabulary.
@@ -169,19 +197,23 @@ class ByteTokenizer(_TokenTable):
         return list(text.encode("utf-8"))
 
 
-class SentencePieceTokenizer(_TokenTable):
+class SentencePieceTokenizer(TokenTable):
     """A sentencepiece model file.
 
     `decode` shows what sentencepiece's own does (the space that encoding put first is dropped, an unknown
     token shows as " \\u2047 "), save that bytes which are not UTF-8 follow Python's "replace" rule.
     Text that the model's vocabulary lacks becomes bytes if the model has byte pieces, else unknown tokens.
 
+    Args:
+      path: the file.
+      model: what was loaded from it, where it is not a sentencepiece file itself.
+
     Raises:
       UserError: the file is missing, empty, truncated or not a sentencepiece model.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self._model = load_sentencepiece(Path(path))
+    def __init__(self, path: Path | str, model: sentencepiece.SentencePieceProcessor | None = None) -> None:
+        self._model = load_sentencepiece(Path(path)) if model is None else model
         self.bos_id: int | None = _none_if_absent(self._model.bos_id())
         self.eos_id: int | None = _none_if_absent(self._model.eos_id())
         try:
@@ -190,6 +222,8 @@ class SentencePieceTokenizer(_TokenTable):
             raise UserError(f"the tokenizer {path} is damaged, get it again: {error}") from error
         super().__init__(*tables)
         self._mark_ids = _lossless_mark_ids(self._model)
+        controls = (token for token in range(self.vocab_size) if self._model.is_control(token))
+        self._controls = {self._model.id_to_piece(token): token for token in controls}
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises `UserError` for lone surrogates."""
@@ -198,6 +232,15 @@ class SentencePieceTokenizer(_TokenTable):
             return self._model.encode(text)
         first, *others = map(self._model.encode, text.split(SPACE_MARK))
         return first + [token_id for part in others for token_id in (*self._mark_ids, *part)]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of the text, control pieces by their names. Raises `UserError` for lone surrogates."""
+        if not self._controls:
+            return self.encode(text)
+        names = "|".join(sorted(map(re.escape, self._controls), key=len, reverse=True))
+        parts = re.split(f"({names})", text)
+        ids = ([self._controls[part]] if part in self._controls else self.encode(part) for part in parts)
+        return [token_id for part in ids for token_id in part]
 
 
 def _none_if_absent(special_id: int) -> int | None:

@@ -60,7 +60,9 @@ class RingAttend:
         """Attention of this chip's queries over the keys of all chips; see `attention.attend`."""
         del blocks
         (segment,) = segments
-        k, v = segment.block(0, segment.keys)
+        block = segment.block(0, segment.keys)
+        if block.k_scale is not None:
+            raise ValueError("keys with int8 scales on a ring; allowed: a text without a cache of int8")
         index = jnp.arange(segment.keys, dtype=jnp.int32)[None, :]
         left = UNBOUNDED if window is None else window - 1
         places = TokenPlaces(
@@ -71,7 +73,7 @@ class RingAttend:
         )
         # q carries log2(e) unless there is a cap, which works on natural scores: see `attention`.
         form = AttentionForm(LN_2 if cap is None else 1.0, True, soft_cap=cap, kernel=self.kernel)
-        keys = (jnp.swapaxes(k, 1, 2).astype(q.dtype), jnp.swapaxes(v, 1, 2).astype(q.dtype))
+        keys = (jnp.swapaxes(block.k, 1, 2).astype(q.dtype), jnp.swapaxes(block.v, 1, 2).astype(q.dtype))
         return ring_attention(q, *keys, self.axis_name, form, places)
 
 

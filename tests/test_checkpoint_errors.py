@@ -7,7 +7,8 @@ without unpickling and without memory for what a header merely claims.
 Data flow: a bad path → `open_checkpoint` → UserError with one line that names the path.
 
 Worked example: a JPEG gives "…/photo.npz: a JPEG image; expected a folder with checkpoint.json (a saved
-checkpoint) or an .npz file of named tensors".
+checkpoint), a Hugging Face folder (safetensors), a T5X folder, a GGUF file, a PyTorch .pt file or an .npz
+file of named tensors".
 """
 
 import io
@@ -54,13 +55,6 @@ class Payload:
         return (os.mkdir, (str(self.trace),))
 
 
-def torch_zip() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02.")
-    return buffer.getvalue()
-
-
 def plain_zip() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -78,10 +72,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "noise": (bytes(range(130, 250)) * 5, ": a file of an unknown kind; "),
     "zeros": (bytes(600), ": a file of an unknown kind; "),
     "pickle": (pickle.dumps([1, 2]), ": a Python pickle, which is never loaded; "),
-    "gguf": (b"GGUF\x03\x00\x00\x00", ": a GGUF file, which is not supported yet; "),
     "npy": (b"\x93NUMPY\x01\x00", ": a single NumPy array; "),
     "gzip": (b"\x1f\x8b\x08", ": a gzip file; "),
-    "torch": (torch_zip(), ": a PyTorch .pt file, which is not supported yet; "),
     "zip": (plain_zip(), ": a zip file without NumPy arrays; "),
     "half a zip": (ORACLE.read_bytes()[:3000], ": a truncated or damaged zip file ("),
 }
@@ -99,7 +91,13 @@ def test_foreign_files_are_named_for_what_they_are(content: bytes, kind: str, tm
 FOLDERS = {
     "empty": ([], ": an empty folder; "),
     "something": (["a.txt"], ": a folder without checkpoint.json; "),
-    "hugging face": (["config.json", "model.safetensors"], ": a Hugging Face folder, which is not supported"),
+    "hugging face without weights": (["config.json"], ": no weights in it; expected model.safetensors or"),
+    "hugging face without config": (["model.safetensors"], "/config.json: missing; the weights do not say"),
+    "pickled weights": (["config.json", "pytorch_model.bin"], ": weights in pytorch_model.bin, a pickle,"),
+    "several files": (
+        ["config.json", "a.safetensors", "b.safetensors"],
+        ": 2 safetensors files without model",
+    ),
     "orbax": (["_CHECKPOINT_METADATA", "_METADATA"], ": an Orbax checkpoint without checkpoint.json; "),
 }
 
@@ -200,10 +198,10 @@ BAD_MEMBERS: dict[str, tuple[dict[str, bytes], str]] = {
     "config a list": (TENSOR | {"meta.npy": npy(np.array("[1]"))}, ": meta is a JSON list, expected an"),
     "config numbers": (TENSOR | {"meta.npy": npy(np.ones(3))}, ": meta is float64 [3], expected one"),
     "config huge": (TENSOR | {"meta.npy": bytes(5 << 20)}, ": meta has 5242880 bytes, expected at most"),
-    "nothing known": (TENSOR, ": no known model has tensors named a; supported: PaLM-pytorch,"),
+    "nothing known": (TENSOR, ": no config says which model this is, and no known one has tensors named a; "),
     "model type": (
         TENSOR | {"meta.npy": npy(np.array(json.dumps({"model_type": "gpt2"})))},
-        ": model type 'gpt2' is not supported; supported: PaLM-pytorch,",
+        ": model type 'gpt2' is not supported; supported: Llama,",
     ),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from checkpoints.int8 import QMAX, dequantize, quantize_state, shared_output_scale
-from checkpoints.lazy import Box, LazyArray, sliced, split_dim, transposed
+from checkpoints.lazy import Box, LazyArray, merged, repeated, sliced, split_dim, transposed
 from checkpoints.state import (
     CheckpointState,
     Entry,
@@ -177,6 +177,29 @@ def test_lazy_views_equal_numpy_on_every_rectangle(rng: np.random.Generator) -> 
     for _ in range(100):
         box = random_box(rng, view.shape)
         np.testing.assert_array_equal(view[box], expected[box])
+
+
+def test_merged_and_repeated_views_equal_numpy_on_every_rectangle(rng: np.random.Generator) -> None:
+    base = rng.normal(size=(5, 3, 4, 6))
+    views = {
+        "merged": (merged(base, 1), base.reshape(5, 12, 6)),
+        "first": (merged(base, 0), base.reshape(15, 4, 6)),
+        "repeated": (repeated(base[0, 0], 7), np.broadcast_to(base[0, 0], (7, 4, 6))),
+    }
+    for name, (view, expected) in views.items():
+        np.testing.assert_array_equal(np.asarray(view), expected, err_msg=name)
+        for _ in range(100):
+            box = random_box(rng, view.shape)
+            np.testing.assert_array_equal(view[box], expected[box], err_msg=f"{name} {box}")
+    with pytest.raises(IndexError):
+        merged(base, 3)
+
+
+def test_a_merged_view_reads_only_the_rows_asked_for(rng: np.random.Generator) -> None:
+    read: list[int] = []
+    view = merged(recording(rng.normal(size=(8, 4, 6)), read), 0)
+    assert view[5:7].shape == (2, 6)
+    assert read == [4 * 6]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ Worked example: `from checkpoints.state import CheckpointState` in layers/params
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -228,18 +228,34 @@ def test_a_module_that_needs_jax_is_found_out() -> None:
 
 
 def test_every_third_party_import_is_declared() -> None:
-    declared = requirements()
+    declared, optional = requirements(), requirements("extras_require")
     assert {"jax", "numpy", "absl-py"} <= declared
-    own = {*ORDER, *OUTSIDE}
-    used = {name.split(".")[0] for names in IMPORTS.values() for name in names} - own
-    third_party = {DISTRIBUTIONS.get(name, name) for name in used - sys.stdlib_module_names}
+    third_party = distributions(name for names in IMPORTS.values() for name in names)
     assert "jax" in third_party
-    undeclared = third_party - declared - OPTIONAL
-    assert not undeclared, f"not in install_requires of setup.py: {sorted(undeclared)}"
+    unknown = third_party - declared - optional
+    assert not unknown, f"neither in install_requires nor in an extra of setup.py: {sorted(unknown)}"
 
 
-# Packages of an extra; whoever uses one says which extra is missing.
-OPTIONAL = {"matplotlib"}
+def test_packages_of_extras_are_imported_only_where_they_are_used() -> None:
+    declared = requirements()
+    for module, path in MODULES.items():
+        at_import = distributions(imports_at_import(ast.parse(path.read_text()), module))
+        assert at_import <= declared, f"{module} needs {sorted(at_import - declared)} to be imported"
+
+
+def imports_at_import(tree: ast.Module, module: str) -> Iterator[str]:
+    """What importing a module imports: not what functions and type-checking blocks do."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports_of(node, module)
+
+
+def distributions(names: Iterable[str]) -> set[str]:
+    """Third-party packages among imported names, as the package index calls them."""
+    used = {name.split(".")[0] for name in names} - {*ORDER, *OUTSIDE}
+    return {DISTRIBUTIONS.get(name, name) for name in used - sys.stdlib_module_names}
+
+
 # Import names that differ from the names on the package index.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
 
@@ -252,9 +268,10 @@ def setup_keywords() -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
 
 
-def requirements() -> set[str]:
-    """Names of the core requirements, without their versions."""
-    texts = ast.literal_eval(setup_keywords()["install_requires"])
+def requirements(keyword: str = "install_requires") -> set[str]:
+    """Names of the core requirements, or of all extras' together, without their versions."""
+    listed = ast.literal_eval(setup_keywords()[keyword])
+    texts = listed if isinstance(listed, list) else [text for extra in listed.values() for text in extra]
     return {"".join(c if c.isalnum() or c in "-_" else " " for c in text).split()[0] for text in texts}
 
 

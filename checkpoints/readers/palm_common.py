@@ -78,7 +78,10 @@ def _head_width(named: NamedArrays, frequencies: str) -> int:
     Without either the fused projection has several readings, so this is an error.
     """
     if frequencies in named.arrays:
-        return 2 * named.shape(frequencies)[0]
+        shape = named.shape(frequencies)
+        if len(shape) != 1 or shape[0] < 1:
+            raise UserError(f"{named.source}: {frequencies} has shape {list(shape)}, expected a vector")
+        return 2 * shape[0]
     if named.config.get("dim_head") is None:
         raise UserError(
             f"{named.source}: neither {frequencies} nor a dim_head in the config says how wide a head is; "

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from checkpoints.named_arrays import NamedArrays
 from checkpoints.readers import cohere, palm_pytorch, palm_rlhf
+from checkpoints.readers.huggingface.family import Family
+from checkpoints.readers.huggingface.parallel_families import PARALLEL_FAMILIES
+from checkpoints.readers.huggingface.serial_families import SERIAL_FAMILIES
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
 from layers.errors import UserError
@@ -33,10 +36,21 @@ class Reader:
     read: Callable[[NamedArrays, ReaderOptions], CheckpointState]
 
 
+def _no_names(named: NamedArrays) -> bool:
+    """Hugging Face families are told by their config alone."""
+    del named
+    return False
+
+
+def _reader(family: Family) -> Reader:
+    return Reader(family.name, family.model_type, _no_names, family.read)
+
+
 READERS: tuple[Reader, ...] = (
     Reader("PaLM-pytorch", None, palm_pytorch.matches, palm_pytorch.read),
     Reader("PaLM-rlhf-pytorch", None, palm_rlhf.matches, palm_rlhf.read),
-    Reader("Cohere", "cohere", cohere.matches, cohere.read),
+    Reader("Cohere with exchanged norms", None, cohere.matches, cohere.read),
+    *map(_reader, SERIAL_FAMILIES + PARALLEL_FAMILIES),
 )
 
 
@@ -45,14 +59,21 @@ def find_reader(named: NamedArrays) -> Reader:
 
     Raises UserError that names what is there and the families that are supported.
     """
-    supported = ", ".join(reader.name for reader in READERS)
     model_type = named.config.get("model_type")
     for reader in READERS:
         if reader.matches(named) if model_type is None else reader.model_type == model_type:
             return reader
     if model_type is not None:
+        supported = ", ".join(reader.name for reader in READERS if reader.model_type is not None)
+        said = named.config.get("architectures")
+        classes = f" ({str(said[0])[:60]})" if isinstance(said, list) and said else ""
         raise UserError(
-            f"{named.source}: model type {str(model_type)[:60]!r} is not supported; supported: {supported}"
+            f"{named.source}: model type {str(model_type)[:60]!r}{classes} is not supported; "
+            f"supported: {supported}"
         )
+    supported = ", ".join(reader.name for reader in READERS if reader.model_type is None)
     names = ", ".join(str(key)[:60] for key in list(named.arrays)[:3]) or "no tensors"
-    raise UserError(f"{named.source}: no known model has tensors named {names}; supported: {supported}")
+    raise UserError(
+        f"{named.source}: no config says which model this is, and no known one has tensors named {names}; "
+        f"known by their names: {supported}"
+    )

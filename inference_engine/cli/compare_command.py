@@ -22,6 +22,7 @@ from inference_engine.profiling.store import read_rows
 from layers.errors import UserError
 
 WIDTH = 140
+OPERANDS = ("BEFORE.jsonl", "AFTER.jsonl")
 _DESCRIPTION = (
     """Compares rows of two files that `sweep` wrote, cell by cell. A time has changed where the spreads do
     not overlap and the medians differ by --at_least; rows that were timed in turn are compared round by
@@ -65,7 +66,7 @@ def compare_command() -> Command:
         ),
         run=_run,
         examples=_EXAMPLES,
-        operands=("BEFORE.jsonl", "AFTER.jsonl"),
+        operands=OPERANDS,
     )  # fmt: skip
 
 
@@ -73,13 +74,13 @@ def _run(flags: Flags, interrupts: Interrupts) -> int:
     del interrupts
     if not flags["at_least"] >= 0:
         raise UserError(f"--at_least={flags['at_least']} is not allowed; allowed: 0 and above; nearest: 0")
-    before, after = (_rows(Path(path)) for path in flags.operands)
+    paths = [flags[name] for name in OPERANDS]
+    before, after = (_rows(Path(path)) for path in paths)
     fixed = [_factors(name, flags[name], rows) for name, rows in (("before", before), ("after", after))]
     found = compare(before, after, flags["at_least"], *fixed)
     if not found.pairs:
         raise UserError(
-            f"no setting is in both: {len(before)} rows in {flags.operands[0]}, "
-            f"{len(after)} in {flags.operands[1]}"
+            f"no setting is in both: {len(before)} rows in {paths[0]}, {len(after)} in {paths[1]}"
         )
     Output().write(
         json.dumps(found.to_json()) + "\n" if flags["json"] else _table(found, everything=flags["all"])

@@ -40,8 +40,8 @@ def shown(text: str) -> str:
 def parse(command: Command, words: Sequence[str]) -> Flags | None:
     """The flags of a call, or None where help was asked for.
 
-    Raises UserError: an unknown flag, a value of the wrong kind, a missing value, a flag given twice, or a
-    word that belongs to no flag.
+    Raises UserError: an unknown flag, a value of the wrong kind, a missing value, a flag given twice, a word
+    that belongs to no flag, or one that is missing.
     """
     _refuse_ignore_list(command, words)
     values = _define(command)
@@ -58,19 +58,23 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
     if values[HELP].value:
         return None
     if len(rest) < len(command.operands):
-        missing = " ".join(command.operands[len(rest) :])
-        raise UserError(
-            f"{command.name}: {missing} is missing; allowed: {command.name} {' '.join(command.operands)}"
-        )
-    operands, rest = tuple(rest[: len(command.operands)]), rest[len(command.operands) :]
-    if rest:
+        raise UserError(f"{command.name}: no {command.operands[len(rest)]}; usage: {usage(command)}")
+    if command.operands and len(rest) > len(command.operands):
+        raise UserError(f"{command.name}: unexpected {shown(rest[-1])!r}; usage: {usage(command)}")
+    if rest and not command.operands:
         hint = f"nearest: --prompt {shown(rest[0])!r}" if "prompt" in values else "it belongs to no flag"
         raise UserError(f"{command.name}: unexpected {shown(rest[0])!r}; {hint}")
     for option in command.options:
         if not option.repeatable and values[option.name].present > 1:
             raise UserError(f"--{option.name} is given {values[option.name].present} times; allowed: once")
     typed = frozenset(option.name for option in command.options if values[option.name].present)
-    return Flags({option.name: _value(option, values) for option in command.options}, typed, operands)
+    found = dict(zip(command.operands, rest, strict=True))
+    return Flags({option.name: _value(option, values) for option in command.options} | found, typed)
+
+
+def usage(command: Command) -> str:
+    """A call of a command, as it is typed."""
+    return " ".join((command.name, *command.operands, "[flags]"))
 
 
 def _switch_with_a_value(command: Command, words: Sequence[str]) -> UserError:

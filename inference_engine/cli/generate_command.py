@@ -45,6 +45,10 @@ _EXAMPLES = (
         "--shared_prefix $'ACT I.\\n\\n' --prompt $'FIRST LORD.\\n' --prompt $'CLOWN.\\n' --num_samples 2",
     ),
     ("prompts from a file, results for a program", "--prompts_file prompts.jsonl --json --logprobs 2"),
+    (
+        "ask a small instruction model, which is fetched once",
+        "--model smollm2-135m --chat 'Who wrote Hamlet?'",
+    ),
     ("the same text from eight chips", "--mesh 2,2,2 --layout 2d --attn_all_to_all yz"),
 )
 
@@ -65,7 +69,7 @@ def generate_command(registries: Registries) -> Command:
         description=_DESCRIPTION,
         groups=(
             _prompts_group(registries.prompt),
-            model_group(),
+            model_group(registries.pretrained),
             sampling_group(registries.sampling),
             engine_group(registries.engine),
             mesh_group(),
@@ -84,9 +88,12 @@ def _prompts_group(default: str) -> Group:
         "prompt", "text to continue", metavar="TEXT", repeatable=True, shown_default=repr(default)
     )
     file = Option("prompts_file", "JSONL file of prompts, after those of --prompt", metavar="FILE")
+    chat = Option("chat", "a question to answer, in the model's chat form", metavar="TEXT", repeatable=True)
+    system = Option("system", "what the chat's system message says", metavar="TEXT",
+                    shown_default="the model's own")  # fmt: skip
     skip = Option("skip_bad_lines", "leave bad lines of the file out, naming each on stderr", Kind.SWITCH)
     prefix = Option(
         SHARED_PREFIX, "text before every prompt; computed and held once for all of them", metavar="TEXT"
     )
     share = Option("share_prefixes", "hold once what prompts, or the samples of one, begin with", Kind.SWITCH)
-    return Group("Prompts", (prompt, file, skip, prefix, share))
+    return Group("Prompts", (prompt, chat, system, file, skip, prefix, share))

@@ -64,8 +64,11 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
     fields = {**_fields(registries.sampling), **typed}
     sized = "max_new_tokens" in typed
     path = flags["prompts_file"]
-    texts = flags["prompt"] or (() if path is not None else (registries.prompt,))
-    found: list[Prompt | BadLine] = [*prompts_from_flags(texts, fields, sized)]
+    chats, system = flags["chat"], flags["system"]
+    if system is not None and not chats:
+        raise UserError("--system is about a chat; nearest: --chat TEXT")
+    texts = flags["prompt"] or (() if path is not None or chats else (registries.prompt,))
+    found: list[Prompt | BadLine] = [*prompts_from_flags(texts, fields, sized, chats, system)]
     if path is not None:
         found += read_prompts_file(Path(path), fields, sized, len(found))
     elif flags["skip_bad_lines"]:
@@ -79,7 +82,7 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
         found=tuple(found),
         skip_bad_lines=flags["skip_bad_lines"],
         json=flags["json"],
-        model=model_options(flags),
+        model=model_options(flags, registries.pretrained),
         engine=engine_options(flags, registries.engine),
         mesh=mesh_options(flags),
         share=flags["share_prefixes"] or bool(prefix),

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from inference_engine.chat_template import Message
 from inference_engine.cli.generate_plan import GeneratePlan
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.mesh_flags import chunk_multiple
@@ -29,6 +30,7 @@ from inference_engine.cli.model import (
     out_of_memory,
     report,
 )
+from inference_engine.cli.model_flags import ModelOptions
 from inference_engine.cli.output import InOrder, JsonPrinter, TextPrinter
 from inference_engine.cli.progress import Unit, Update, phase
 from inference_engine.cli.prompts import BadLine, Prompt, keep_good
@@ -50,7 +52,8 @@ def run(plan: GeneratePlan, interrupts: Interrupts) -> int:
 
     Raises UserError before anything is generated.
     """
-    model = open_model(plan.model, plan.mesh)
+    with phase(_opening(plan.model), interrupts):
+        model = open_model(plan.model, plan.mesh)
     activations = default_activation_dtype(model.load.weights)
     config = plan.engine.resolve(
         model.hparams.max_positions, plan.top_logprobs, activations, chunk_multiple(plan.mesh)
@@ -97,6 +100,11 @@ def _shared(plan: GeneratePlan, fitted: Sequence[Fitted], config: EngineConfig) 
     return sized
 
 
+def _opening(options: ModelOptions) -> str:
+    """What may take long before a weight is read."""
+    return "opening the model" if options.pretrained is None else f"getting {options.pretrained.name}"
+
+
 def fit_all(plan: GeneratePlan, model: OpenedModel, config: EngineConfig) -> list[Fitted]:
     """Every prompt with its request; with `skip_bad_lines` without those that cannot run.
 
@@ -129,8 +137,7 @@ def fit(prompt: Prompt, model: OpenedModel, config: EngineConfig) -> Request:
     Raises UserError that starts with the prompt's name.
     """
     tokenizer, vocab = model.tokenizer, model.hparams.vocab
-    opening = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = (*opening, *tokenizer.encode(prompt.text))
+    ids = prompt_ids(prompt, model)
     params, room = prompt.params, config.max_context - len(ids)
     if not prompt.sized and room > 0:
         params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, room))
@@ -142,6 +149,28 @@ def fit(prompt: Prompt, model: OpenedModel, config: EngineConfig) -> Request:
     request = Request(prompt.text, ids, params)
     check_request(request, config, vocab, prompt.name)
     return request
+
+
+def prompt_ids(prompt: Prompt, model: OpenedModel) -> tuple[int, ...]:
+    """The prompt's tokens, with one BOS before them where the tokenizer asks for it.
+
+    Raises UserError that starts with the prompt's name: a question to a model without a chat template, or one
+    that its template refuses.
+    """
+    tokenizer = model.tokenizer
+    if prompt.chat is None:
+        ids = tokenizer.encode(prompt.text)
+    elif model.chat is None:
+        raise UserError(f"{prompt.name}: the model has no chat template; allowed: --prompt")
+    else:
+        system = [] if prompt.chat.system is None else [Message("system", prompt.chat.system)]
+        try:
+            ids = tokenizer.encode_marked(model.chat.render([*system, Message("user", prompt.text)]))
+        except UserError as error:
+            raise UserError(f"{prompt.name}: {error}") from None
+    if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
+        return tuple(ids)
+    return (tokenizer.bos_id, *ids)
 
 
 def _only_spellable(params: SamplingParams, spelled: int, vocab: int) -> SamplingParams:

@@ -11,6 +11,7 @@ Worked example: at width 60 an option is
 import textwrap
 from collections.abc import Sequence
 
+from inference_engine.cli.flags import usage
 from inference_engine.cli.options import Command, Kind, Option
 
 PROGRAM = "run_serving.py"
@@ -45,7 +46,7 @@ def overview(commands: Sequence[Command], width: int) -> str:
 
 def command_help(command: Command, width: int) -> str:
     """The help of one command."""
-    lines = ["usage: " + " ".join((PROGRAM, command.name, *command.operands, "[flags]"))]
+    lines = [f"usage: {PROGRAM} {usage(command)}"]
     for paragraph in command.description:
         lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)]
     for group in command.groups:

@@ -21,6 +21,7 @@ from checkpoints.formats import open_checkpoint
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
+from inference_engine.chat_template import ChatTemplate
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.memory import available_bytes, check_memory
 from inference_engine.cli.mesh_flags import MeshOptions, mesh_words
@@ -31,15 +32,11 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.layout_choice import Layouts, Workload, choose_layouts
 from inference_engine.model import OneDeviceModel
+from inference_engine.pretrained import fetch
 from inference_engine.scoring import Scorer
 from inference_engine.steps import Models
-from inference_engine.tokenizer import (
-    NUM_BYTES,
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    check_vocab_fits,
-)
+from inference_engine.tokenizer import NUM_BYTES, ByteTokenizer, Tokenizer, check_vocab_fits
+from inference_engine.tokenizer_files import open_chat_template, open_tokenizer
 from layers.communication import ElementBytes, insert_elements
 from layers.errors import UserError
 from layers.head_order import padded_form
@@ -58,13 +55,20 @@ Loaded = TypeVar("Loaded", Engine, Scorer)
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """An opened model whose weights are still where they were stored; `mesh` is None for one device."""
+    """An opened model whose weights are still where they were stored.
+
+    Attributes:
+      state, tokenizer, load: weights, text, and how weights are to be held.
+      mesh: None for one device.
+      chat: the text around a conversation; None where the model has none.
+    """
 
     state: CheckpointState
     tokenizer: Tokenizer
     load: LoadOptions
     mesh: MeshOptions | None = None
     layouts: Layouts | None = None
+    chat: ChatTemplate | None = None
 
     @property
     def hparams(self) -> HParams:
@@ -115,8 +119,10 @@ def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> Opened
     fits neither the devices nor the model.
     """
     path = options.checkpoint or default_checkpoint()
+    if options.pretrained is not None:
+        path = fetch(options.pretrained)
     opened = open_checkpoint(path, ReaderOptions(options.gamma_offset))
-    tokenizer = _open_tokenizer(opened, options.tokenizer)
+    tokenizer, chat = _open_tokenizer(opened, options.tokenizer)
     check_vocab_fits(tokenizer, opened.state.hparams.vocab)
     weights = WeightsDtype(options.weights or default_weights(opened.state))
     auto = options.layers is LayersForm.AUTO and on_cpu() and mesh is None
@@ -124,7 +130,7 @@ def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> Opened
     if mesh is not None:
         check_model(opened.state.hparams, mesh.shape)
         make_mesh(mesh.shape)
-    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked), mesh)
+    return OpenedModel(opened.state, tokenizer, LoadOptions(weights, stacked), mesh, chat=chat)
 
 
 def lay_out(model: OpenedModel, config: EngineConfig) -> OpenedModel:
@@ -261,14 +267,13 @@ def byte_tokenizer(vocab: int) -> ByteTokenizer:
     return tokenizer
 
 
-def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> Tokenizer:
+def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> tuple[Tokenizer, ChatTemplate | None]:
     if asked == BYTES:
-        return byte_tokenizer(opened.state.hparams.vocab)
-    if asked is not None:
-        return SentencePieceTokenizer(asked)
-    if opened.tokenizer_file is None:
+        return byte_tokenizer(opened.state.hparams.vocab), None
+    path = opened.tokenizer_file if asked is None else Path(asked)
+    if path is None:
         raise UserError(
-            f"{opened.source}: no tokenizer in it; allowed: --tokenizer PATH (a sentencepiece model) or "
-            f"--tokenizer {BYTES}"
+            f"{opened.source}: no tokenizer in it; allowed: --tokenizer PATH (a sentencepiece model, a "
+            f"tokenizer.json or a GGUF file) or --tokenizer {BYTES}"
         )
-    return SentencePieceTokenizer(opened.tokenizer_file)
+    return open_tokenizer(path), open_chat_template(path)

@@ -9,10 +9,13 @@ EngineOptions(slots=8).
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from inference_engine.cli.options import Flags, Group, Kind, Option
 from inference_engine.config import KV_CACHE_DTYPES, EngineConfig
+from inference_engine.pretrained import PretrainedModel
 from layers.errors import UserError
 
 BYTES = "bytes"
@@ -37,11 +40,12 @@ class ModelOptions:
     """Which model.
 
     Attributes:
-      checkpoint: a folder or file; None for the embedded one.
+      checkpoint: a folder or file; None for the embedded one, or for a pretrained one.
       tokenizer: a file, `BYTES`, or None for the one beside the weights.
       gamma_offset: see `ReaderOptions`.
       weights: dtype of the kernels; None as stored, but float32 on a CPU.
       layers: see `LayersForm`.
+      pretrained: a model that is fetched by its name.
     """
 
     checkpoint: Path | None = None
@@ -49,6 +53,7 @@ class ModelOptions:
     gamma_offset: int | None = None
     weights: str | None = None
     layers: LayersForm = LayersForm.AUTO
+    pretrained: PretrainedModel | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +95,23 @@ class EngineOptions:
         )
 
 
-def model_group() -> Group:
-    """The flags that say which model."""
+def model_group(pretrained: Mapping[str, PretrainedModel] = MappingProxyType({})) -> Group:
+    """The flags that say which model; `pretrained` are those that can be fetched by name."""
+    fetched = Option(
+        "model", "a known model by its name, fetched once and kept", Kind.CHOICE, choices=tuple(pretrained)
+    )
     return Group(
         "Model",
         (
+            *((fetched,) if pretrained else ()),
             Option(
                 "checkpoint", "folder or file to load", metavar="PATH",
                 shown_default="the embedded Shakespeare model",
             ),
             Option(
-                "tokenizer", f"sentencepiece model file, or {BYTES} for one id a byte", metavar="PATH",
+                "tokenizer",
+                f"sentencepiece model, tokenizer.json or GGUF file, or {BYTES} for one id a byte",
+                metavar="PATH",
                 shown_default="the one in the checkpoint",
             ),
             Option(
@@ -152,18 +163,24 @@ def kv_cache_option(shown_default: str) -> Option:
     )  # fmt: skip
 
 
-def model_options(flags: Flags) -> ModelOptions:
-    """What the flags of `model_group` ask for; raises UserError for an empty path."""
+def model_options(
+    flags: Flags, pretrained: Mapping[str, PretrainedModel] = MappingProxyType({})
+) -> ModelOptions:
+    """What the flags of `model_group` ask for; raises UserError for an empty path and for two models."""
     for name in ("checkpoint", "tokenizer"):
         if flags[name] == "":
             raise UserError(f"--{name} is empty; it needs a path")
     offset = flags["gamma_offset"]
+    model = pretrained[flags["model"]] if pretrained and flags["model"] is not None else None
+    if model is not None and flags["checkpoint"] is not None:
+        raise UserError("--model and --checkpoint are two models; allowed: one of them")
     return ModelOptions(
         checkpoint=None if flags["checkpoint"] is None else Path(flags["checkpoint"]),
         tokenizer=flags["tokenizer"],
         gamma_offset=None if offset is None else int(offset),
         weights=flags["weights"],
         layers=LayersForm(flags["layers"]),
+        pretrained=model,
     )
 
 

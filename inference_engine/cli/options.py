@@ -74,14 +74,12 @@ class Flags:
     """The parsed flags of one call.
 
     Attributes:
-      values: every option's value, given or default.
+      values: every option's value, given or default, and the operands by their names.
       given: names of the flags that were typed.
-      operands: the words that belong to no flag, as many as the command takes.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str]
-    operands: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -98,7 +96,7 @@ class Command:
       groups: its flags.
       run: takes the flags and the answer to Ctrl-C, returns the exit code.
       examples: pairs of a comment and the arguments after the program's name.
-      operands: placeholders of the words that it takes beside flags, each of them needed.
+      operands: names of the words that stand without a flag, all of them needed.
     """
 
     name: str

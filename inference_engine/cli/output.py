@@ -108,7 +108,8 @@ class TextPrinter:
             break_before = "" if self._first else "\n"
             self._write(break_before + styled(self._header(key, prompt), "dim", Stream.OUT) + "\n")
         self._first = False
-        shown = visible(prompt.text) if self._output.terminal else prompt.text
+        text = prompt.text if prompt.chat is None else prompt.text + "\n"
+        shown = visible(text) if self._output.terminal else text
         self._write(styled(shown, "bold", Stream.OUT), shown)
 
     def text(self, piece: str) -> None:

@@ -103,7 +103,7 @@ def _bar(unit: Unit) -> "Progress":
 
     middle: dict[Unit, tuple[progress.ProgressColumn, ...]] = {
         Unit.NOTHING: (),
-        Unit.BYTES: (progress.BarColumn(), progress.DownloadColumn()),
+        Unit.BYTES: (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()),
         Unit.SAMPLES: (progress.BarColumn(), progress.MofNCompleteColumn()),
         Unit.CASES: (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
         Unit.WINDOWS: (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),

@@ -28,6 +28,13 @@ _JSON_NAMES = {list: "an array", str: "a text", bool: "a boolean", int: "a numbe
 
 
 @dataclasses.dataclass(frozen=True)
+class Chat:
+    """That a prompt is a user's turn; `system` is what stands before it, None for the model's own."""
+
+    system: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """One prompt to continue.
 
@@ -37,6 +44,7 @@ class Prompt:
       params: how to sample; max_new_tokens may still shrink where `sized` is false.
       sized: whether max_new_tokens was asked for.
       skippable: whether it is a line of a file.
+      chat: the conversation around the text, if it is a question to answer.
     """
 
     index: int
@@ -45,6 +53,7 @@ class Prompt:
     params: SamplingParams
     sized: bool
     skippable: bool = False
+    chat: Chat | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +63,24 @@ class BadLine:
     reason: str
 
 
-def prompts_from_flags(texts: Sequence[str], fields: Fields, sized: bool) -> list[Prompt]:
-    """The prompts of `--prompt` flags; `fields` are the sampling settings of all.
+def prompts_from_flags(
+    texts: Sequence[str], fields: Fields, sized: bool, chats: Sequence[str] = (), system: str | None = None
+) -> list[Prompt]:
+    """The prompts of `--prompt` and `--chat` flags; `fields` are the sampling settings of all.
 
     Raises UserError: settings or a text that cannot run.
     """
     params = sampling_params(fields, "--")
-    names = ["the prompt"] if len(texts) == 1 else [f"prompt {i}" for i in range(1, len(texts) + 1)]
+    given = [(text, None) for text in texts] + [(text, Chat(system)) for text in chats]
+    names = ["the prompt"] if len(given) == 1 else [f"prompt {i}" for i in range(1, len(given) + 1)]
+    if system is not None:
+        text_from_bytes(system.encode("utf-8", "surrogateescape"), "the system message")
     prompts = []
-    for index, (name, text) in enumerate(zip(names, texts, strict=True)):
+    for index, (name, (text, chat)) in enumerate(zip(names, given, strict=True)):
         # Bytes of the command line that are no UTF-8 arrive as surrogates; this tells which byte it is.
         text_from_bytes(text.encode("utf-8", "surrogateescape"), name)
         _check_prompt(text, name)
-        prompts.append(Prompt(index, name, text, params, sized))
+        prompts.append(Prompt(index, name, text, params, sized, chat=chat))
     return prompts
 
 

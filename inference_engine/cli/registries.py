@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from inference_engine.config import EngineConfig
+from inference_engine.pretrained import PretrainedModel
 from inference_engine.profiling.settings import Grid
 from inference_engine.sampling_params import SamplingParams
 from layers.hparams import HParams
@@ -24,6 +25,7 @@ class Registries:
       sampling: settings where no flag says otherwise.
       prompt: what is continued where no prompt is given.
       grids: name → function that returns a grid of a sweep.
+      pretrained: models that are fetched by their name.
     """
 
     models: Mapping[str, Callable[[], HParams]]
@@ -31,3 +33,4 @@ class Registries:
     sampling: SamplingParams
     prompt: str
     grids: Mapping[str, Callable[[], Grid]] = dataclasses.field(default_factory=dict)
+    pretrained: Mapping[str, PretrainedModel] = dataclasses.field(default_factory=dict)

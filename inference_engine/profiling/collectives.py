@@ -266,7 +266,7 @@ def measure(
         for program in order.sample(programs, len(programs)):
             program.time(problem.layers)
     least = bound(problem.work, place.chip_of(problem.chips), problem.activation_dtype).seconds
-    limit = tolerance(problem.activation_dtype, problem.reduce_dtype)
+    limit = tolerance(problem.activation_dtype, problem.reduce_dtype, "auto")
     rows = []
     for program, error in zip(programs, errors, strict=True):
         timing = Timing.of(program.rounds)
