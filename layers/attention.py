@@ -107,20 +107,30 @@ def _valid_values(v: jax.Array, segment: Segment, indices: Int[Array, " keys"]) 
 
 
 def _read_block(segment: Segment, first: int | jax.Array, size: int) -> KeyBlock:
-    """A block with zero beyond the valid length, and its keys as scores need them."""
+    """A block whose values are zero beyond the valid length, and its keys as scores need them."""
     indices = first + jnp.arange(size, dtype=jnp.int32)
-    # Scores are masked anyway. Without a select on k's way into the matmul, XLA on a CPU writes the new
-    # token of a one-row cache twice, once for the matmul's sake: four copies of a layer's keys in each step.
     stored = segment.block(first, size)
-    k, v, k_scale, v_scale = (
-        None if leaf is None else _valid_values(leaf, segment, indices) for leaf in stored
+    v, v_scale = (
+        None if leaf is None else _valid_values(leaf, segment, indices) for leaf in (stored.v, stored.v_scale)
     )
+    k, k_scale = _keys(stored.k, segment, indices), stored.k_scale
     if segment.key_rates is not None:
         positions = (segment.start[: k.shape[0], None] + indices[None, :]).astype(jnp.float32)
         k = k.astype(jnp.float32) * jnp.exp(
             positions[:, None, :, None] * segment.key_rates.reshape(1, 1, 1, -1)
         )
     return KeyBlock(k, v, k_scale, v_scale)
+
+
+def _keys(k: jax.Array, segment: Segment, indices: Int[Array, " keys"]) -> jax.Array:
+    """k as it is: scores beyond the valid length are masked.
+
+    On a CPU with a select on its way into the matmul: without one XLA writes the new token of a one-row cache
+    twice, once for the matmul's sake, which is four copies of a layer's keys in each step.
+    """
+    return jax.lax.platform_dependent(
+        k, cpu=lambda k: _valid_values(k, segment, indices), default=lambda k: k
+    )
 
 
 def _weighted_values(weights: jax.Array, block: KeyBlock, dtype: jnp.dtype) -> jax.Array:

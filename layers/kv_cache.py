@@ -107,7 +107,7 @@ def _write_layer(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, s
     rows = jnp.arange(batch, dtype=start.dtype)[:, None]
     times = start[:, None] + jnp.arange(time, dtype=start.dtype)[None, :]
     # The slice between the two index arrays puts their dims first: [batch, time, kv_heads, …].
-    return leaf.at[(*lead, rows, slice(None), times)].set(new, mode="drop")
+    return leaf.at[(*lead, rows, slice(None), times)].set(new, mode="drop", wrap_negative_indices=False)
 
 
 class CacheShape(NamedTuple):
