@@ -4,6 +4,7 @@ The largest live set of a gathered layer, for t tokens of a chip's projections a
 (N = 1 in a stationary layout, whose t counts all rows):
 
     x and n            t·(E/R + E')       the residual, and what the projections read
+    x in float32       t·E'               on its way through the norm
     q, a and m         t·(2·HD + F)·N/n   columns of the chunks that the chip computes
     a group in float32 2·t·X·cols         products and their sum, of X chunks of (HD + 2F)/n columns
     out in float32     t·E'               summed over the groups
@@ -13,8 +14,8 @@ The largest live set of a gathered layer, for t tokens of a chip's projections a
 E' is embed as the projections see it, R the parts that the residual's embed has. It is an upper estimate of
 the compiler's temporaries, not a measurement; tests/test_prefill_programs.py holds both beside each other.
 
-Worked example: 8B on 4,4,1 gathered over XY, 64 × 1024 tokens: t = 4096, x and n 67 MB, q, a and m 201 MB, a
-group 302 MB, out 67 MB, attention 101 MB, weights 57 MB.
+Worked example: 8B on 4,4,1 gathered over XY, 64 × 1024 tokens: t = 4096, x and n 67 MB, x in float32 67 MB,
+q, a and m 201 MB, a group 302 MB, out 67 MB, attention 101 MB, weights 57 MB.
 """
 
 from layers.attention import AttentionBlocks
@@ -46,7 +47,7 @@ def activation_bytes(
     here = gathered / chips
     plain = tokens * (hparams.embed * gathered // chips + embed + (2 * q_width + hparams.ff) * here)
     group = mesh.x * (q_width + gates * hparams.ff) // chips
-    wide = tokens * (2 * group + embed)
+    wide = tokens * (2 * group + 2 * embed)
     attended = sharding.cache_rows(rows, mesh) // mesh.over(attention.batch)
     heads = hparams.heads // mesh.over(attention.heads)
     pairs = min(blocks.queries, time) * min(blocks.keys, time)

@@ -14,6 +14,7 @@ them padding, one a chip; the logits of a step are [3, 1, 256] a chip.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,22 @@ class MeshModel:
 
     @jax.named_scope("residual")
     def _embed(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The residual of the tokens, a part of the times after the other where chips split the tokens.
+
+        A chip looks up all tokens in its part of the table, of which it keeps a few: in parts, what it looks
+        up at once is no larger than what it keeps.
+        """
+        form, (batch, time) = self.sharding.layout.form, tokens.shape
+        shards = self.shape.over(form.time)
+        parts = math.gcd(self.shape.over(form.gathered), time // shards)
+        if parts == 1:
+            return self._look_up(params, tokens, dtype)
+        # [batch, time shards, parts, times] → [parts, batch, time shards · times]
+        cut = jnp.moveaxis(tokens.reshape(batch, shards, parts, -1), 2, 0).reshape(parts, batch, -1)
+        found = lax.map(lambda part: self._look_up(params, part, dtype), cut)  # [parts, rows, times, embed]
+        return jnp.moveaxis(found, 0, 1).reshape(found.shape[1], -1, found.shape[3])
+
+    def _look_up(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Rows of the vocabulary shards, in the residual's sharding."""
         table = params.embedding  # [vocab.YZ, embed.X]
         local = tokens - lax.axis_index(("y", "z")) * table.shape[0]

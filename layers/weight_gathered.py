@@ -74,9 +74,9 @@ class WeightGathered:
         for group, held, fence in groups(shard, outer, self.config.mode):
             sums = _SumOfParts(parts)
             walk(held, inner, self.config.mode, sums.visit)
-            products = sums.total()  # [X, batch, time, cols]
-            fence.set(products)
-            collected.put(finish(products, group), group)
+            finished = finish(sums.total(), group)  # of [X, batch, time, cols] in float32
+            fence.set(jax.tree.leaves(finished)[-1])  # float32 products of one group at a time
+            collected.put(finished, group)
         return collected.chunks()
 
     def project_out(self, h: Sequence[jax.Array], matrix: jax.Array, layer: Index | None) -> jax.Array:

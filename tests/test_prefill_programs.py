@@ -1,0 +1,58 @@
+"""Whole prefill steps of PaLM as the real TPU compiler makes them; nothing runs on a TPU."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from configs.models import MODELS
+from tests.test_decode_programs import tpu_environment
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+USABLE_BYTES = {"v4": 30.75 * 2**30, "v5e": 15.75 * 2**30}
+
+pytestmark = pytest.mark.tpu_compiler
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.prefill_on_tpu"],
+        cwd=REPO,
+        env=tpu_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_prefill_steps_fit_their_chips(reports: list[dict]) -> None:
+    assert {(report["model"], report["layout"]) for report in reports} >= {
+        ("palm_540b", "gathered_xyz"), ("palm_540b", "2d"), ("palm_62b", "gathered_xy"),
+    }  # fmt: skip
+    for report in reports:
+        held = report["temp_bytes"] + report["argument_bytes"]
+        assert held <= USABLE_BYTES[report["topology"].split(":")[0]], report
+        assert report["alias_bytes"] >= report["cache_bytes"], report
+
+
+def test_temporaries_are_what_the_formula_says_a_layers_activations_take(reports: list[dict]) -> None:
+    for report in reports:
+        assert report["temp_bytes"] <= 1.1 * report["activation_bytes"], report
+
+
+def test_gathered_weights_travel_in_rings(reports: list[dict]) -> None:
+    for report in reports:
+        hops = report["collectives"]["collective-permute"]
+        assert (hops > 0) == report["layout"].startswith("gathered"), report
+
+
+def test_no_array_is_time_by_time(reports: list[dict]) -> None:
+    for report in reports:
+        rows = max(1, report["batch"] // 64)
+        scores = rows * MODELS[report["model"]]().heads * report["time"] ** 2
+        assert report["largest_array"] < scores or report["batch"] == 1, report
