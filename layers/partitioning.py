@@ -129,6 +129,14 @@ def check_model(hparams: HParams, mesh: MeshShape) -> None:
             chips = [n for n in range(1, size + 1) if hparams.embed % n == 0 and hparams.ff % n == 0]
             raise UserError(
                 f"{name}={size} does not divide over the {mesh.size} chips of mesh "
-                f"{mesh.x},{mesh.y},{mesh.z}; this model allows {', '.join(map(str, chips[:12]))} chips; "
+                f"{mesh.x},{mesh.y},{mesh.z}; this model allows {_listed(chips)} chips; "
                 f"nearest: {min(chips, key=lambda n: abs(n - mesh.size))}"
             )
+
+
+def _listed(chips: list[int]) -> str:
+    """The counts; of many the first ones and the last."""
+    shown = 12
+    if len(chips) <= shown:
+        return ", ".join(map(str, chips))
+    return f"{', '.join(map(str, chips[:shown]))}, … {chips[-1]}"

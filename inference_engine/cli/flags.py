@@ -61,6 +61,10 @@ def parse(command: Command, words: Sequence[str]) -> Flags | None:
         raise UserError(f"{command.name}: no {command.operands[len(rest)]}; usage: {usage(command)}")
     if command.operands and len(rest) > len(command.operands):
         raise UserError(f"{command.name}: unexpected {shown(rest[-1])!r}; usage: {usage(command)}")
+    if command.operands and "" in rest:
+        raise UserError(
+            f"{command.name}: {command.operands[rest.index('')]} is empty; usage: {usage(command)}"
+        )
     if rest and not command.operands:
         hint = f"nearest: --prompt {shown(rest[0])!r}" if "prompt" in values else "it belongs to no flag"
         raise UserError(f"{command.name}: unexpected {shown(rest[0])!r}; {hint}")
