@@ -325,7 +325,7 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     ),
     "inserted_into_the_next_slot": (
         (MULTIQUERY, TWO_LAYOUTS),
-        (cache_insert, "_overwrite", lambda leaf, row, at: _overwrite(leaf, row, at + 1)),
+        (cache_insert, "_overwrite", lambda leaf, row, at, dim: _overwrite(leaf, row, at + 1, dim)),
     ),
     "rows_of_z_exchanged": (
         (GROUPED, BATCH_Z),

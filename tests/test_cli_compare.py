@@ -101,6 +101,9 @@ def test_files_without_a_common_setting_are_refused(compare: Runner) -> None:
 
 
 def test_both_files_have_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, found in ((["a"], "AFTER.jsonl is missing"), (["a", "b", "c"], "unexpected 'c'")):
+    for words, found in (
+        (["a"], "no AFTER.jsonl; usage: sweep compare BEFORE.jsonl AFTER.jsonl"),
+        (["a", "b", "c"], "unexpected 'c'"),
+    ):
         code = run_serving.main(["sweep", "compare", *words])
         assert found in Run(code, *capsys.readouterr()).error
