@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
         (GROUPED, LONG_PROMPT),
         (sharded_layer, "all_times", lambda kv, a: jnp.roll(_all_times(kv, a), 1 if a.time else 0, axis=1)),
     ),
-    "kv_head_of_another_chip_inserted": (
+    "inserted_row_reversed_in_time": (
         (GROUPED, TWO_LAYOUTS),
         (cache_insert, "_moved_heads", lambda row, *to: jnp.flip(_moved_heads(row, *to), axis=-2)),
     ),
