@@ -93,7 +93,7 @@ def test_scores_on_a_mesh_are_one_devices(mesh: str, layout: Layout, setting: At
 
 def test_no_chip_holds_the_whole_vocabulary() -> None:
     runs_on = on_mesh("2,2,2", Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX)
-    program = runs_on._programs.step.as_text()
+    program = runs_on._programs.step.executable.as_text()
     assert f",{runs_on.model.padded_vocab // 8}]" in program
     assert f"{runs_on.model.padded_vocab}]" not in program
     assert f"{runs_on.model.padded_vocab // 2}]" not in program
