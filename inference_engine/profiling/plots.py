@@ -145,7 +145,7 @@ def _mesh_layout(rows: Sequence[Row]) -> Any:
     best = _best(rows, lambda row: (row.setting["mesh"], row.setting["layout"]))
     figure, axes = new_figure(
         "Time per token by mesh and layout", subtitle(rows, ("mesh", "layout")),
-        max(5.5, 2.6 + 1.1 * len(layouts)), max(3.2, 1.8 + 0.42 * len(meshes)),
+        max(5.5, 2.6 + 1.1 * len(layouts)), max(3.6, 2.2 + 0.42 * len(meshes)),
     )  # fmt: skip
     table = [[point(best[m, k]).value if (m, k) in best else float("nan") for k in layouts] for m in meshes]
     known = [value for line in table for value in line if value == value]
@@ -157,7 +157,7 @@ def _mesh_layout(rows: Sequence[Row]) -> Any:
             text = f"{value:.2f}" if value == value else "–"
             weight = "bold" if value == min(known) else "normal"
             axes.text(j, i, text, ha="center", va="center", color="white" if dark else "black", weight=weight)
-    axes.set_xticks(range(len(layouts)), layouts)
+    axes.set_xticks(range(len(layouts)), layouts, rotation=30, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(meshes)), meshes)
     axes.set_xlabel("layout")
     axes.set_ylabel("mesh x,y,z")
