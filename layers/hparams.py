@@ -239,15 +239,3 @@ class HParams:
         head = 0 if self.tied else e * self.vocab
         head += self.vocab if Bias.LM_HEAD in self.biases else 0
         return self.layers * layer + self.vocab * e + head + per_norm
-
-    def with_padded_heads(self, multiple: int) -> "HParams":
-        """The same model with heads rounded up to a multiple; ff is left alone.
-
-        Grouped kv heads are padded along, so that every group keeps its size.
-        """
-        groups = self.heads_per_kv
-        if self.kv_heads == 1:
-            return dataclasses.replace(self, heads=math.ceil(self.heads / multiple) * multiple)
-        kv_multiple = multiple // math.gcd(multiple, groups)
-        kv_heads = math.ceil(self.kv_heads / kv_multiple) * kv_multiple
-        return dataclasses.replace(self, kv_heads=kv_heads, heads=kv_heads * groups)

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from configs.models import MODELS, palm_8b, palm_62b, palm_540b, palm_shakespeare
+from layers.head_order import padded_form
 from layers.hparams import Bias, Block, HParams, NormPlacement, Rope
+from layers.mesh_shape import MeshShape
 
 PALM_BILLIONS = ((palm_8b, 8.63), (palm_62b, 62.50), (palm_540b, 540.36))
 
@@ -16,7 +18,7 @@ def test_palm_sizes_have_the_published_parameter_counts(model: object, billions:
 
 
 def test_heads_padded_to_64_make_540b_558_billion() -> None:
-    assert round(palm_540b().with_padded_heads(64).param_count / 1e9, 1) == 558.2
+    assert round(padded_form(palm_540b(), MeshShape(4, 4, 4)).param_count / 1e9, 1) == 558.2
 
 
 def test_default_model_divides_over_meshes_with_axes_of_two_three_and_four() -> None:
