@@ -10,13 +10,7 @@ Worked example, LATENCY, 4 chips: one hop on, two back; the longest chain is 2.
 
 import dataclasses
 import functools
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +22,8 @@ from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.mesh import make_mesh
 from layers.mesh_shape import AXES, MeshShape
+from tests.tpu_programs import reports_of
 
-REPO = Path(__file__).resolve().parent.parent
 BATCH, ROWS, COLS = 3, 11, 7
 FUNCTIONS = {"allgather_matmul": allgather_matmul, "matmul_reducescatter": matmul_reducescatter}
 WIDTH = {"allgather_matmul": ROWS, "matmul_reducescatter": COLS}  # of what travels
@@ -186,23 +180,8 @@ def test_the_compiler_keeps_every_hop(name: str, mode: CollectiveMode) -> None:
 @pytest.fixture(scope="module")
 def tpu_reports() -> list[dict]:
     """What the real TPU compiler makes of a loop of 8B layers in each mode, for v5e:4x4 and v4:2x2x4."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("the TPU compiler is not installed: pip install libtpu==0.0.42.1")
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.collectives_on_tpu"],
-        cwd=REPO,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    (found,) = reports_of("tests.collectives_on_tpu", timeout=600)
+    return found
 
 
 def of_mode(reports: list[dict], *modes: CollectiveMode) -> list[dict]:

@@ -1,39 +1,15 @@
 """Whole decode steps of PaLM as the real TPU compiler schedules them; nothing runs on a TPU."""
 
-import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+from tests.tpu_programs import reports_of
 
 pytestmark = pytest.mark.tpu_compiler
 
 
-def tpu_environment() -> dict[str, str]:
-    """What a process needs to compile for TPUs; skips the test where the compiler is not installed."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("the TPU compiler is not installed: pip install libtpu==0.0.42.1")
-    kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-
-
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.decode_on_tpu"],
-        cwd=REPO,
-        env=tpu_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = reports_of("tests.decode_on_tpu", timeout=900, without=("XLA_FLAGS",))
     assert {report["model"] for report in found} == {"palm_8b", "palm_540b"}
     return found
 

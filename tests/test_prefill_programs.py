@@ -1,16 +1,10 @@
 """Whole prefill steps of PaLM as the real TPU compiler makes them; nothing runs on a TPU."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from configs.models import MODELS
-from tests.test_decode_programs import tpu_environment
+from tests.tpu_programs import reports_of
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
 USABLE_BYTES = {"v4": 30.75 * 2**30, "v5e": 15.75 * 2**30}
 
 pytestmark = pytest.mark.tpu_compiler
@@ -18,16 +12,7 @@ pytestmark = pytest.mark.tpu_compiler
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.prefill_on_tpu"],
-        cwd=REPO,
-        env=tpu_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return reports_of("tests.prefill_on_tpu", timeout=900, without=("XLA_FLAGS",))
 
 
 def test_prefill_steps_fit_their_chips(reports: list[dict]) -> None:

@@ -4,15 +4,9 @@ Nothing here runs on a TPU. What is checked is the schedule: one instruction str
 that is to cost nothing starts before a kernel and ends after it.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.test_imports import REPO
+from tests.tpu_programs import reports_of
 
 pytestmark = pytest.mark.tpu_compiler
 GENERATIONS = ("v4", "v5e", "v5p", "v6e")
@@ -20,23 +14,8 @@ GENERATIONS = ("v4", "v5e", "v5p", "v6e")
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("the TPU compiler is not installed: pip install libtpu==0.0.42.1")
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ring_on_tpu"],
-        cwd=REPO,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    (found,) = reports_of("tests.ring_on_tpu", timeout=600)
+    return found
 
 
 def test_kernels_compile_for_every_generation(reports: list[dict]) -> None:
