@@ -55,7 +55,14 @@ setup(
     extras_require={
         # Files of other projects: GGUF, chat templates, safetensors, tokenizer.json.
         "hf": ["gguf>=0.17", "jinja2>=3.1", "safetensors>=0.5", "tokenizers>=0.21"],
-        "test": ["beartype>=0.20", "hypothesis>=6.100", "pytest>=9", "scipy>=1.14", "palm-inference[hf]"],
+        "test": [
+            "beartype>=0.20",
+            "hypothesis>=6.100",
+            "pytest>=9",
+            "pytest-xdist>=3.8",
+            "scipy>=1.14",
+            "palm-inference[hf]",
+        ],
         "dev": ["mypy>=2.4,<3", "pre-commit>=4", "ruff>=0.17.6,<0.18"],
         # The TPU compiler runs without a TPU; later wheels cannot print every program.
         "tpu-compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],

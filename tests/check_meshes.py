@@ -41,7 +41,7 @@ def rows(mesh: str, every: int = 1, hparams: HParams = GROUPED, factors: Factors
     shape = MeshShape.parse(mesh)
     checker = Checker(synthetic_state(hparams), shape, make_mesh(shape), longest=6, steps=4)
     cases: list[Case] = covering_cases(factors, shape)
-    return [checker.run(case) for case in cases[::every]]
+    return list(checker.rows(cases[::every]))
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Laws of inserting: one row moves from the prefix into its slot and no other changes, on whatever chips."""
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,82 +35,95 @@ PLACES = {
 }
 
 
-def _whole(rows: int, kv_heads: int, seed: int) -> KVCache:
-    """A cache as a model has it, every kv head once."""
+@functools.cache
+def _whole(rows: int, kv_heads: int, dtype: str = "float32") -> KVCache:
+    """A cache as a model has it, every kv head once; each count of rows has numbers of its own.
+
+    In int8 the same numbers, rounded: every row and head has scales of its own.
+    """
     shape = (LAYERS, rows, kv_heads, TIME, QKV)
-    rng = np.random.default_rng(seed)
-    return KVCache(*(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2)))
+    rng = np.random.default_rng(rows)
+    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2))
+    return KVCache(k, v) if dtype == "float32" else KVCache(quantize_kv(k), quantize_kv(v))
 
 
-def _int8(cache: KVCache) -> KVCache:
-    """The same numbers, rounded; every row and head has scales of its own."""
-    return KVCache(quantize_kv(cache.k), quantize_kv(cache.v))
-
-
-def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
-    """The same over the mesh: each chip has its rows and its kv heads."""
-    mesh = make_mesh(CUBE)
+@functools.cache
+def _placer(attention: AttentionAxes) -> Callable[[jax.Array], jax.Array]:
+    """A leaf over the mesh: each chip has its rows and its kv heads. Compiled once a shape."""
     rows = P(None, attention.batch or None)
 
     def mine(leaf: jax.Array) -> jax.Array:
         leaf = jax.lax.pcast(leaf, attention.heads, to="varying") if attention.heads else leaf
         return my_kv_heads(leaf, attention, 2)
 
-    spec = jax.tree.leaves(cache_specs(cache, attention))[0]  # of values and of scales
-    place = jax.shard_map(mine, mesh=mesh, in_specs=rows, out_specs=spec)
-    return jax.tree.map(jax.jit(place), cache)
+    spec = jax.tree.leaves(cache_specs(_whole(ROWS, 1), attention))[0]  # of values and of scales
+    return jax.jit(jax.shard_map(mine, mesh=make_mesh(CUBE), in_specs=rows, out_specs=spec))
 
 
-def _program(target: AttentionAxes, source: AttentionAxes, caches: tuple[KVCache, KVCache], kv_heads: int):  # noqa: ANN202
-    mesh = make_mesh(CUBE)
-    specs = cache_specs(caches[0], target), cache_specs(caches[1], source)
+def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
+    """The same over the mesh."""
+    return jax.tree.map(_placer(attention), cache)
+
+
+def _placed(target: str, source: str, kv_heads: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
+    """A cache to write into, which may be donated, and a prefix."""
+    whole = _whole(SLOTS, kv_heads, dtype), _whole(ROWS, kv_heads, dtype)
+    return _place(whole[0], PLACES[target]), _place(whole[1], PLACES[source])
+
+
+@functools.cache
+def _program(target: str, source: str, kv_heads: int, dtype: str = "float32") -> jax.stages.Compiled:
+    """(cache, prefix, row, slot) → cache; compiled once for all tests of it."""
+    mesh, to, of = make_mesh(CUBE), PLACES[target], PLACES[source]
+    caches = _placed(target, source, kv_heads, dtype)
+    specs = cache_specs(caches[0], to), cache_specs(caches[1], of)
 
     def run(cache: KVCache, prefix: KVCache, row: jax.Array, slot: jax.Array) -> KVCache:
-        return insert_row(cache, prefix, row, slot, target, source, kv_heads)
+        return insert_row(cache, prefix, row, slot, to, of, kv_heads)
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(*specs, P(), P()), out_specs=specs[0], check_vma=True)
-    return jax.jit(sharded, in_shardings=shardings(mesh, (*specs, P(), P())), donate_argnums=0)
+    program = jax.jit(sharded, in_shardings=shardings(mesh, (*specs, P(), P())), donate_argnums=0)
+    return program.lower(*caches, np.int32(0), np.int32(0)).compile()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])
 @pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
 def test_insert_moves_one_row_and_touches_no_other(target: str, source: str, kv_heads: int) -> None:
-    _check_rows(target, source, kv_heads, (_whole(SLOTS, kv_heads, 0), _whole(ROWS, kv_heads, 1)))
+    _check_rows(target, source, kv_heads, "float32")
 
 
 @pytest.mark.parametrize(
     ("target", "source"), [("heads", "gathered_xyz"), ("yz", "heads"), ("yzx", "yzx"), ("z", "gathered_x")]
 )
 def test_insert_moves_int8_values_with_their_scales(target: str, source: str) -> None:
-    _check_rows(target, source, 4, (_int8(_whole(SLOTS, 4, 0)), _int8(_whole(ROWS, 4, 1))))
+    _check_rows(target, source, 4, "int8")
 
 
-def _check_rows(target: str, source: str, kv_heads: int, caches: tuple[KVCache, KVCache]) -> None:
-    to, of = PLACES[target], PLACES[source]
-    cache, prefix = caches
-    placed = _place(cache, to), _place(prefix, of)
-    program = _program(to, of, placed, kv_heads)
-    wanted = jax.tree.map(np.array, cache)
-    found = placed[0]
+def _check_rows(target: str, source: str, kv_heads: int, dtype: str) -> None:
+    found, prefix = _placed(target, source, kv_heads, dtype)
+    program = _program(target, source, kv_heads, dtype)
+    wanted = jax.tree.map(np.array, _whole(SLOTS, kv_heads, dtype))
     for row, slot in [(0, 0), (5, 11), (7, 2), (3, 15)]:
-        found = program(found, placed[1], np.int32(row), np.int32(slot))
-        for whole, part in zip(jax.tree.leaves(wanted), jax.tree.leaves(prefix), strict=True):
+        found = program(found, prefix, np.int32(row), np.int32(slot))
+        for whole, part in zip(
+            jax.tree.leaves(wanted), jax.tree.leaves(_whole(ROWS, kv_heads, dtype)), strict=True
+        ):
             whole[:, slot] = np.asarray(part)[:, row]
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(_place(wanted, to)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(_place(wanted, PLACES[target])), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 @pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
 def test_insert_moves_no_more_than_the_prefix_and_copies_no_cache(target: str, source: str) -> None:
     kv_heads = 4
-    to, of = PLACES[target], PLACES[source]
-    caches = _place(_whole(SLOTS, kv_heads, 0), to), _place(_whole(ROWS, kv_heads, 1), of)
-    compiled = _program(to, of, caches, kv_heads).lower(*caches, np.int32(0), np.int32(0)).compile()
+    compiled, cache = _program(target, source, kv_heads), _placed(target, source, kv_heads)[0]
     moved = sum(counted_everywhere(compiled.as_text()).values())
     assert moved <= 2 * LAYERS * ROWS * kv_heads * TIME * QKV
     memory = compiled.memory_analysis()
-    held = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(c)) for c in caches]
-    assert memory.alias_size_in_bytes == held[0]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == held
     row = KVFactors.of(kv_heads, *CUBE.sizes).on_a_chip(()) * TIME * QKV * LAYERS * 4
     assert memory.temp_size_in_bytes <= 8 * row + 1024
 

@@ -1,5 +1,6 @@
 """Laws of the mesh: whatever the layouts, the all-to-all and the collectives, logits are one device's."""
 
+import functools
 import itertools
 import random
 
@@ -21,6 +22,7 @@ Pair = tuple[ShardingConfig, ShardingConfig]
 """Prefill and decoding."""
 
 
+@functools.cache
 def _legal(mesh: MeshShape) -> list[Pair]:
     """Every legal pair of layouts and all-to-all, the collectives in turn."""
     modes = itertools.cycle(CollectiveMode)

@@ -13,10 +13,13 @@ positions 0 to 11 of all rows; the first decode step feeds the tokens at positio
 there on every step overwrites what the prefill left.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import SHARED, Case, Factors
+from inference_engine.checking.compiling import CompilerOptions, compiler_options
 from inference_engine.checking.tolerance import tolerance
 from inference_engine.config import EngineConfig, SharedRoom
 from inference_engine.decode_state import Prefix, SharedPool
@@ -47,6 +51,7 @@ from layers.transformer import MeshModel
 DECODE_STEPS = 32
 LARGEST_BATCH = max(Factors().batch)
 COPIES_HELD = 4  # of the weights, in different dtypes and layouts
+AHEAD = 2  # cases that are compiled while one runs
 
 Program = Callable[..., jax.Array]
 Numbers = tuple[str, str, str]
@@ -103,13 +108,6 @@ def _inputs(prompt_tokens: int, longest: int, rows: int, vocab: int) -> _Batch:
     return _Batch(prompts[:rows], last[:rows], alike)
 
 
-def compiler_options(platform: str) -> dict[str, bool | int]:
-    """What each case is compiled with: on a CPU without optimising what runs for milliseconds."""
-    if platform != "cpu":
-        return {}
-    return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     """What a program is compiled for; a batch whose prefixes are shared holds them once."""
@@ -119,6 +117,11 @@ class _Sizes:
     steps: int
     kv_cache_dtype: str
     shares: bool = False
+
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of prompts, last positions, what is alike, and forced tokens."""
+        shapes = ((self.batch, self.prompt), (self.batch,), (), (self.batch, self.steps))
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
     def config(self, activation_dtype: str) -> EngineConfig:
         """The caches' settings."""
@@ -131,8 +134,8 @@ class _Sizes:
         )
 
 
-def _program(models: Models, params: Params, sizes: _Sizes) -> Program:
-    """(params, batch, forced) → logits `[steps, batch, vocab]`, whole arrays in and out.
+def _program(models: Models, params: Params, sizes: _Sizes, options: CompilerOptions) -> Program:
+    """(params, batch, forced) → logits `[steps, batch, vocab]`, whole arrays in and out; it is compiled here.
 
     forced `[batch, steps]` are the tokens fed at each step; where one is negative, the greedy token is fed.
     """
@@ -182,12 +185,15 @@ def _program(models: Models, params: Params, sizes: _Sizes) -> Program:
         in_shardings=model.placed(in_specs),
         out_shardings=model.placed(out_specs),
         donate_argnums=1,
-        compiler_options=compiler_options(jax.default_backend()),
+        compiler_options=options,
     )
-    make_caches = jax.jit(empty, out_shardings=model.placed(cache_specs))
+    numbers = sizes.arguments()
+    compiled = program.lower(params, (prefix, cache, pool), *numbers).compile()
+    places_of_caches = model.placed(cache_specs)
 
     def call(params: Params, batch: _Batch, forced: np.ndarray) -> jax.Array:
-        return program(params, make_caches(), batch.prompts, batch.last, np.int32(batch.alike), forced)[0]
+        caches = jax.device_put(empty(), places_of_caches)
+        return compiled(params, caches, batch.prompts, batch.last, np.int32(batch.alike), forced)[0]
 
     return call
 
@@ -243,16 +249,36 @@ class Checker:
     ) -> None:
         self.state, self.shape, self.mesh, self.steps = state, shape, mesh, steps
         self.longest = padded_prompt(longest, shape)
-        self._params = functools.lru_cache(COPIES_HELD)(self._load)
+        loaded, lock = functools.lru_cache(COPIES_HELD)(self._load), threading.Lock()
+
+        def one_at_a_time(weights: str, storage: WeightStorage | None) -> Params:
+            with lock:
+                return loaded(weights, storage)
+
+        self._params = one_at_a_time
         self._reference = functools.cache(self._run_reference)
         self._reference_program = functools.cache(self._compile_reference)
 
     def run(self, case: Case) -> Row:
         """One case against one device."""
-        rows, prompt_tokens = case.batch, case.prompt_tokens
-        numbers = (case.weights, case.activation_dtype, case.kv_cache_dtype)
-        forced, reference = self._reference(numbers, prompt_tokens)
-        forced, reference = forced[:rows], reference[:, :rows]
+        return self._outcome(case, self._prepare(case))
+
+    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+        """The outcomes in order; while a case runs, the next ones are compiled."""
+        waiting: collections.deque[tuple[Case, Future[Program]]] = collections.deque()
+        with ThreadPoolExecutor(AHEAD) as pool:
+            try:
+                for case in cases:
+                    waiting.append((case, pool.submit(self._prepare, case)))
+                    if len(waiting) > AHEAD:
+                        yield self._outcome(*_finished(waiting.popleft()))
+                while waiting:
+                    yield self._outcome(*_finished(waiting.popleft()))
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _prepare(self, case: Case) -> Program:
+        """The case's program on the mesh."""
         options = ForwardOptions(case.activation_dtype)
         models = Models(
             *(
@@ -260,11 +286,26 @@ class Checker:
                 for sharding in (case.prefill, case.decode)
             )
         )
-        params = self._params(case.weights, case.layout.form.storage)
-        inputs = _inputs(prompt_tokens, self.longest, rows, self.state.hparams.vocab)
-        sizes = _Sizes(rows, self.longest, self.steps, case.kv_cache_dtype, case.prefixes == SHARED)
-        logits = np.asarray(_program(models, params, sizes)(params, inputs, forced))
+        sizes = _Sizes(case.batch, self.longest, self.steps, case.kv_cache_dtype, case.prefixes == SHARED)
+        copies = self.shape.over(case.layout.form.gathered)
+        return _program(models, self._weights(case), sizes, self._compiler_options(copies))
+
+    def _outcome(self, case: Case, program: Program) -> Row:
+        """Runs the case's program and compares."""
+        numbers = (case.weights, case.activation_dtype, case.kv_cache_dtype)
+        forced, reference = self._reference(numbers, case.prompt_tokens)
+        forced, reference = forced[: case.batch], reference[:, : case.batch]
+        inputs = _inputs(case.prompt_tokens, self.longest, case.batch, self.state.hparams.vocab)
+        logits = np.asarray(program(self._weights(case), inputs, forced))
         return compare(case, logits[..., : self.state.hparams.vocab], reference)
+
+    def _weights(self, case: Case) -> Params:
+        return self._params(case.weights, case.layout.form.storage)
+
+    def _compiler_options(self, copies: int) -> CompilerOptions:
+        """Of a program that reads all weights once a step, or so many copies of them."""
+        reads = (self.steps + 1) * copies * self.state.hparams.param_count
+        return compiler_options(jax.default_backend(), reads)
 
     def _load(self, weights: str, storage: WeightStorage | None) -> Params:
         placement = None if storage is None else MeshPlacement(storage, self.shape, self.mesh)
@@ -284,7 +325,13 @@ class Checker:
         params = self._params(weights, None)
         models = Models(model, model)
         sizes = _Sizes(LARGEST_BATCH, self.longest, self.steps, kv_cache_dtype)
-        return _program(models, params, sizes), params
+        lengths = len(Factors().prompt_tokens)  # it runs once for each
+        return _program(models, params, sizes, self._compiler_options(lengths)), params
+
+
+def _finished(waiting: tuple[Case, Future[Program]]) -> tuple[Case, Program]:
+    case, program = waiting
+    return case, program.result()
 
 
 def compare(case: Case, logits: np.ndarray, reference: np.ndarray) -> Row:

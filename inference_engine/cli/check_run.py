@@ -104,9 +104,10 @@ def run(plan: CheckPlan, interrupts: Interrupts) -> int:
         interrupts.closing(outcome.interrupted),
         phase(f"checking mesh {plan.shape}", interrupts, Unit.CASES) as update,
     ):
-        for case in cases:
+        update(0, len(cases))
+        for row in checker.rows(cases):
+            outcome.rows.append(row)
             update(len(outcome.rows), len(cases))
-            outcome.rows.append(checker.run(case))
     outcome.print()
     for setting, reason in illegal:
         note("illegal", f"{setting}: {reason}", "yellow")
