@@ -82,7 +82,7 @@ def test_multiquery_logits_are_one_devices(pair: Pair) -> None:
     assert _error(MULTIQUERY, CUBE, pair) <= TOLERANCE
 
 
-@pytest.mark.parametrize("pair", _chosen(CUBE, 3), ids=_name)
+@pytest.mark.parametrize("pair", _chosen(CUBE, 4), ids=_name)
 def test_serial_logits_are_one_devices(pair: Pair) -> None:
     assert _error(SERIAL, CUBE, pair) <= TOLERANCE
 

@@ -13,6 +13,7 @@ and 3 lengths that are 224,640 cases. The covering set has 68.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,9 +103,15 @@ def refusal(chosen: Chosen, mesh: MeshShape) -> str | None:
     """Why these values cannot run together, None if they can; nothing is said without a decode layout."""
     if LAYOUT not in chosen:
         return None
+    layout = chosen[LAYOUT]
+    return _refusal(layout, chosen.get(PREFILL, layout), chosen.get(TRADE, AttnAllToAll.NONE), mesh)
+
+
+@functools.cache
+def _refusal(layout: Layout, prefill: Layout, trade: AttnAllToAll, mesh: MeshShape) -> str | None:
     try:
-        decode = ShardingConfig(chosen[LAYOUT], chosen.get(TRADE, AttnAllToAll.NONE))
-        check_pair(decode.for_prefill(chosen.get(PREFILL, decode.layout)), decode, mesh)
+        decode = ShardingConfig(layout, trade)
+        check_pair(decode.for_prefill(prefill), decode, mesh)
     except UserError as error:
         return str(error).split("; allowed")[0]
     return None
