@@ -40,8 +40,10 @@ def rows(mesh: str, every: int = 1, hparams: HParams = GROUPED, factors: Factors
     """Outcomes of a covering set on one mesh, or of one case in `every`."""
     shape = MeshShape.parse(mesh)
     checker = Checker(synthetic_state(hparams), shape, make_mesh(shape), longest=6, steps=4)
-    cases: list[Case] = covering_cases(factors, shape)
-    return list(checker.rows(cases[::every]))
+    cases: list[Case] = covering_cases(factors, shape)[::every]
+    found = list(checker.rows(cases))
+    assert [row.case for row in found] == cases
+    return found
 
 
 def main() -> None:
