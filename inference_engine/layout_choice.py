@@ -18,18 +18,26 @@ from layers.communication import ElementBytes, layer_terms, moved_bytes
 from layers.errors import UserError
 from layers.head_order import padded_form
 from layers.hparams import HParams
-from layers.layout import AttnAllToAll, Layout, ShardingConfig, check_chunk, check_pair
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig, check_chunk, check_pair
 from layers.mesh_shape import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutRequest:
-    """What was asked for; None is open."""
+    """What was asked for; None is open.
+
+    Attributes:
+      prefill, decode: layouts.
+      attn_all_to_all, collectives: see `ShardingConfig`.
+      prefill_context, decode_context: over which axes either deals positions.
+    """
 
     prefill: Layout | None = Layout.WEIGHT_STATIONARY_2D
     decode: Layout | None = Layout.WEIGHT_STATIONARY_2D
     attn_all_to_all: AttnAllToAll = AttnAllToAll.NONE
     collectives: CollectiveConfig = CollectiveConfig()
+    prefill_context: ContextSplit = ContextSplit.NONE
+    decode_context: ContextSplit = ContextSplit.NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +88,10 @@ def _legal_pairs(
     for layout in decodes:
         for other in prefills:
             try:
-                decode = ShardingConfig(layout, request.attn_all_to_all, request.collectives)
-                prefill = decode.for_prefill(other)
+                decode = ShardingConfig(
+                    layout, request.attn_all_to_all, request.collectives, request.decode_context
+                )
+                prefill = decode.for_prefill(other, request.prefill_context)
                 check_pair(prefill, decode, mesh)
                 check_chunk(prefill, chunk, mesh)
             except UserError as error:

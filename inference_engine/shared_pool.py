@@ -1,7 +1,7 @@
 """The pool of prefixes that slots share: how it is made, where it lies, how a prefix gets into it.
 
-Prefill and decoding read the pool, each in its own layout: where the two split kv heads over the same axes
-one copy serves both, else there are two.
+Prefill and decoding read the pool, each in its own layout: where the two split kv heads, and deal positions,
+over the same axes one copy serves both, else there are two.
 
 Data flow: prefill of a prefix → `hold_step` → `SharedPool` → `prefill_view`, `decode_view` → forward passes.
 
@@ -26,7 +26,7 @@ from layers.shared_prefix import SharedPrefixes
 def empty_pool(prefill: Model, decode: Model, config: EngineConfig, *, stacked: bool) -> SharedPool:
     """A pool that holds nothing."""
     empty = functools.partial(_empty, config=config, stacked=stacked)
-    second = None if _same_heads(prefill, decode) else empty(prefill)
+    second = None if _alike(prefill, decode) else empty(prefill)
     return SharedPool(empty(decode), second, jnp.zeros(config.shared_prefixes, jnp.int32))
 
 
@@ -35,10 +35,11 @@ def _empty(model: Model, config: EngineConfig, *, stacked: bool) -> tuple[KVCach
     return tuple(KVCache.zeros(shape, jnp.dtype(config.cache_dtype), stacked=stacked) for shape in shapes)
 
 
-def _same_heads(prefill: Model, decode: Model) -> bool:
+def _alike(prefill: Model, decode: Model) -> bool:
     if prefill.attention is None or decode.attention is None:
         return True
-    return prefill.attention.heads == decode.attention.heads
+    of_prefill, of_decode = prefill.attention, decode.attention
+    return (of_prefill.heads, of_prefill.context) == (of_decode.heads, of_decode.context)
 
 
 def pool_specs(prefill: Model, decode: Model, pool: SharedPool) -> SharedPool:

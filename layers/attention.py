@@ -51,14 +51,14 @@ class _Running:
 
 def _visible(
     segment: Segment,
-    indices: Int[Array, " keys"],
+    places: Int[Array, " keys"],
     q_positions: Int[Array, "batch time"],
     window: int | jax.Array | None,
 ) -> jax.Array:
-    """Which keys of a segment each query sees, `[batch, time, keys]`."""
-    key_positions = segment.start[:, None, None] + indices[None, None, :]
+    """Which of the keys at these places of a segment each query sees, `[batch, time, keys]`."""
+    key_positions = segment.start[:, None, None] + places[None, None, :]
     distance = q_positions[:, :, None] - key_positions
-    visible = (distance >= 0) & (indices[None, None, :] < segment.length[:, None, None])
+    visible = (distance >= 0) & (places[None, None, :] < segment.length[:, None, None])
     return visible if window is None else visible & (distance < window)
 
 
@@ -98,39 +98,37 @@ def _row_mask(visible: jax.Array, group: int) -> jax.Array:
     return jnp.broadcast_to(visible[:, None, None], shape).reshape(batch, 1, group * time, keys)
 
 
-def _valid_values(v: jax.Array, segment: Segment, indices: Int[Array, " keys"]) -> jax.Array:
+def _valid_values(v: jax.Array, segment: Segment, places: Int[Array, " keys"]) -> jax.Array:
     """v `[batch, kv_heads, keys, …]` with zero beyond the valid length, so that 0 · NaN cannot arise."""
     length = segment.length if segment.row is None else jnp.max(segment.length, keepdims=True)
-    valid = indices[None, :] < length[:, None]
+    valid = places[None, :] < length[:, None]
     valid = valid.reshape(valid.shape[0], 1, -1, *(1,) * (v.ndim - 3))
     return jnp.where(valid, v, jnp.zeros_like(v))
 
 
 def _read_block(segment: Segment, first: int | jax.Array, size: int) -> KeyBlock:
     """A block whose values are zero beyond the valid length, and its keys as scores need them."""
-    indices = first + jnp.arange(size, dtype=jnp.int32)
+    places = segment.places(first, size)
     stored = segment.block(first, size)
     v, v_scale = (
-        None if leaf is None else _valid_values(leaf, segment, indices) for leaf in (stored.v, stored.v_scale)
+        None if leaf is None else _valid_values(leaf, segment, places) for leaf in (stored.v, stored.v_scale)
     )
-    k, k_scale = _keys(stored.k, segment, indices), stored.k_scale
+    k, k_scale = _keys(stored.k, segment, places), stored.k_scale
     if segment.key_rates is not None:
-        positions = (segment.start[: k.shape[0], None] + indices[None, :]).astype(jnp.float32)
+        positions = (segment.start[: k.shape[0], None] + places[None, :]).astype(jnp.float32)
         k = k.astype(jnp.float32) * jnp.exp(
             positions[:, None, :, None] * segment.key_rates.reshape(1, 1, 1, -1)
         )
     return KeyBlock(k, v, k_scale, v_scale)
 
 
-def _keys(k: jax.Array, segment: Segment, indices: Int[Array, " keys"]) -> jax.Array:
+def _keys(k: jax.Array, segment: Segment, places: Int[Array, " keys"]) -> jax.Array:
     """k as it is: scores beyond the valid length are masked.
 
     On a CPU with a select on its way into the matmul: without one XLA writes the new token of a one-row cache
     twice, once for the matmul's sake, which is four copies of a layer's keys in each step.
     """
-    return jax.lax.platform_dependent(
-        k, cpu=lambda k: _valid_values(k, segment, indices), default=lambda k: k
-    )
+    return jax.lax.platform_dependent(k, cpu=lambda k: _valid_values(k, segment, places), default=lambda k: k)
 
 
 def _weighted_values(weights: jax.Array, block: KeyBlock, dtype: jnp.dtype) -> jax.Array:
@@ -156,8 +154,8 @@ def attend_reference(
     scores, values = [], []
     for segment in segments:
         block = _read_block(segment, 0, segment.keys)
-        indices = jnp.arange(segment.keys, dtype=jnp.int32)
-        mask = _row_mask(_visible(segment, indices, q_positions, window), q.shape[2] // kv_heads)
+        seen = _visible(segment, segment.places(0, segment.keys), q_positions, window)
+        mask = _row_mask(seen, q.shape[2] // kv_heads)
         scores.append(jnp.where(mask, _scores(rows, block.k, cap, block.k_scale), -jnp.inf))
         values.append(block)
     score = jnp.concatenate(scores, axis=-1)
@@ -187,8 +185,8 @@ def _absorb(
     first, size = block
     placed = jnp.minimum(first, segment.keys - size)
     stored = _read_block(segment, placed, size)
-    indices = placed + jnp.arange(size, dtype=jnp.int32)
-    seen = _visible(segment, indices, q_positions, window) & (indices >= first)[None, None, :]
+    new = placed + jnp.arange(size, dtype=jnp.int32) >= first
+    seen = _visible(segment, segment.places(placed, size), q_positions, window) & new[None, None, :]
     mask = _row_mask(seen, rows.shape[2] // q_positions.shape[1])
     scores = jnp.where(mask, _scores(rows, stored.k, cap, stored.k_scale), -jnp.inf)
     peak = jnp.maximum(running.peak, jnp.max(scores, axis=-1))
@@ -209,11 +207,11 @@ def _needed_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """Block range [low, high) outside which no query of the batch sees a key of the segment."""
     last = jnp.minimum(segment.length, jnp.max(q_positions, axis=1) - segment.start + 1)
-    high = (jnp.max(last) + size - 1) // size
+    high = (jnp.max(segment.held(last)) + size - 1) // size
     if window is None:
         return jnp.zeros_like(high), high
     first = jnp.min(q_positions, axis=1) - segment.start - window + 1
-    return jnp.maximum(jnp.min(first), 0) // size, high
+    return segment.held(jnp.maximum(jnp.min(first), 0)) // size, high
 
 
 def _attend_rows(
@@ -273,7 +271,7 @@ def attend(
 
     q carries the folded softmax scale (see the module's docstring); positions are int32 and absolute.
     The sums run in float32; the result has q's dtype. Where the keys are spread over mesh axes, `axes`, each
-    chip passes its own and all get the same result (see `time_sharded_cache`).
+    chip passes its own and all get the same result, by two all-reduces (see `striped_cache`).
     """
     batch, time, heads, qkv = q.shape
     options = {"window": window, "cap": cap, "keys_per_block": blocks.keys, "axes": axes}

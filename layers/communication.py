@@ -19,6 +19,7 @@ which 3/4 come from others: 72.
 import collections
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Iterator
 
 from layers.collectives.mode import CollectiveMode
@@ -54,7 +55,7 @@ class Term:
     purpose: str
     collective: Collective
     carries: Carries
-    elements: float
+    elements: int | float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,25 +178,46 @@ class _Step:
         return Term("norm", Collective.SUM, Carries.FLOAT32, 2 * _over(self.tokens, self.mesh.x))
 
     def attention(self) -> Iterator[Term]:
-        """Trades of heads for rows, sums of k and v, and their gathering over time."""
+        """Trades of heads for rows or times, sums of k and v, and what positions that are dealt cost."""
         attention, mesh = self.sharding.attention, self.mesh
-        traded, time = mesh.over(attention.traded), self.time // mesh.over(attention.time)
+        traded, joined = mesh.over(attention.traded), mesh.over(attention.joined)
+        projected = self.time // mesh.over(self.form.stays_split[1])  # times of the projections, mine
         rows = self.sharding.cache_rows(self.rows, mesh) // mesh.over(attention.batch)  # of attention, mine
-        chunks = mesh.size // mesh.over(attention.held)
-        trade = 2 * _over(rows * traded * time * self.q_width / chunks, traded)
-        yield Term("heads for rows", Collective.TRADE, Carries.ACTIVATIONS, trade)
-        yield Term(
-            "k and v", Collective.SCATTER, Carries.SUMS, _over(rows * traded * time * self.kv_width, traded)
-        )
+        q = rows * projected * self.q_width * traded * mesh.over(attention.held) / mesh.size
+        yield Term("heads for rows", Collective.TRADE, Carries.ACTIVATIONS, 2 * _over(q, traded))
+        if attention.ring:
+            yield Term("heads for times", Collective.TRADE, Carries.ACTIVATIONS, 2 * _over(q, joined))
+        else:
+            yield Term("heads", Collective.GATHER, Carries.ACTIVATIONS, _over(q * joined, joined))
+        kv = rows * projected * self.kv_width
+        yield Term("k and v", Collective.SCATTER, Carries.SUMS, _over(kv * traded, traded))
+        if attention.ring:
+            yield Term("k and v", Collective.SCATTER, Carries.SUMS, _over(kv, joined))
         factors = KVFactors.of(self.hparams.kv_heads, *mesh.sizes)
         own = self._product(axis for axis in attention.heads if getattr(factors, axis) == mesh.over(axis))
-        shared = mesh.over(attention.heads) // own
-        kept = rows * time * self.kv_width
+        shared = mesh.over(attention.heads) // own * (1 if attention.ring else joined)
+        kept = rows * (self.time // mesh.over(attention.time)) * self.kv_width
         yield Term("k and v", Collective.SCATTER, Carries.SUMS, _over(kept, own))
         yield Term("k and v", Collective.SUM, Carries.SUMS, 2 * _over(kept / own, shared))
-        mine = 2 * factors.on_a_chip(attention.heads) * self.hparams.qkv
-        whole = rows * self.time * mine
-        yield Term("k and v", Collective.GATHER, Carries.ACTIVATIONS, _over(whole, self.time // time))
+        yield from self._dealt(rows, factors)
+
+    def _dealt(self, rows: int, factors: KVFactors) -> Iterator[Term]:
+        """Attention over dealt positions: one walk of keys round the ring, or one joining of results.
+
+        A walk moves as many keys a chip as a step has tokens a chip: a prompt's first chunk needs one, its
+        n-th n. Each key goes with its position and segment.
+        """
+        attention, mesh, qkv = self.sharding.attention, self.mesh, self.hparams.qkv
+        chips = mesh.over(attention.context)
+        if attention.ring:
+            keys = rows * (self.time // chips)
+            hops = (chips - 1) * keys
+            on_a_chip = 2 * factors.on_a_chip(attention.heads) * qkv
+            yield Term("keys on a ring", Collective.HOP, Carries.ACTIVATIONS, hops * on_a_chip)
+            yield Term("places on a ring", Collective.HOP, Carries.FLOAT32, hops * 2)
+        else:
+            found = rows * self.time * self.hparams.heads // mesh.over(attention.heads) * (qkv + 2)
+            yield Term("softmax", Collective.SUM, Carries.FLOAT32, 2 * _over(found, chips))
 
     def _product(self, axes: Iterable[str]) -> int:
         return self.mesh.over(tuple(axes))
@@ -210,11 +232,17 @@ def insert_elements(
     """Elements that a chip moves to put one prefilled row of `time` positions into its slot, all layers.
 
     `hparams` counts padded heads. See `layers.cache_insert`: one sum over the axes that split the prefix's
-    rows and those that split its kv heads and will no longer.
+    rows and those that split its kv heads and will no longer, and one gather where positions are dealt over
+    other axes than they will be.
     """
     source, target = prefill.attention, decode.attention
     leaving = tuple(axis for axis in source.heads if axis not in target.heads)
     factors = KVFactors.of(hparams.kv_heads, *mesh.sizes)
     kept = tuple(axis for axis in source.heads if axis in target.heads)
-    row = 2 * hparams.layers * time * hparams.qkv * factors.on_a_chip(kept)
-    return 2 * _over(row, mesh.over(source.batch + leaving))
+    mine = math.ceil(time / mesh.over(source.context))
+    row = 2 * hparams.layers * mine * hparams.qkv * factors.on_a_chip(kept)
+    summed = 2 * _over(row, mesh.over(source.batch + leaving))
+    if source.context == target.context:
+        return summed
+    chips = mesh.over(source.context)
+    return summed + _over(row * chips, chips)

@@ -17,22 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from layers.attention import AttentionBlocks
-from layers.attention_blocks import PADDING, BlockKernel
+from layers.attention_blocks import POSITION, SEGMENT, BlockKernel
 from layers.attention_walk import XlaBlocks
+from layers.cache_ring import folded_scores, ring_keys, window_bounds
 from layers.collectives.ring import AxisName, axis_names
 from layers.errors import UserError
 from layers.kv_cache import Segment
 from layers.ring_attention import AttentionForm, TokenPlaces, ring_attention
-from layers.ring_schedule import UNBOUNDED
-
-LN_2 = math.log(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +57,16 @@ class RingAttend:
         """Attention of this chip's queries over the keys of all chips; see `attention.attend`."""
         del blocks
         (segment,) = segments
-        block = segment.block(0, segment.keys)
-        if block.k_scale is not None:
-            raise ValueError("keys with int8 scales on a ring; allowed: a text without a cache of int8")
-        index = jnp.arange(segment.keys, dtype=jnp.int32)[None, :]
-        left = UNBOUNDED if window is None else window - 1
+        keys = ring_keys(segment, 0, segment.keys, q.dtype)
         places = TokenPlaces(
             q_positions=q_positions,
-            k_positions=segment.start[:, None] + index,
-            k_segments=jnp.where(index < segment.length[:, None], 0, PADDING),
-            bounds=jnp.stack([jnp.asarray(left, jnp.int32), jnp.zeros((), jnp.int32)]),
+            k_positions=keys.places[:, POSITION],
+            k_segments=keys.places[:, SEGMENT],
+            bounds=window_bounds(window),
         )
-        # q carries log2(e) unless there is a cap, which works on natural scores: see `attention`.
-        form = AttentionForm(LN_2 if cap is None else 1.0, True, soft_cap=cap, kernel=self.kernel)
-        keys = (jnp.swapaxes(block.k, 1, 2).astype(q.dtype), jnp.swapaxes(block.v, 1, 2).astype(q.dtype))
-        return ring_attention(q, *keys, self.axis_name, form, places)
+        scores = folded_scores(cap)
+        form = AttentionForm(scores.scale, True, soft_cap=scores.cap, kernel=self.kernel)
+        return ring_attention(q, keys.k, keys.v, self.axis_name, form, places)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from layers.kv_quantization import QuantizedKV, quantize_kv
+from layers.striped_cache import Striping
 
 Entry = jax.Array | QuantizedKV
 """Keys or values of one layer, or of a stack of them."""
@@ -43,6 +44,8 @@ class Segment:
     of the stack directly. `start` is the absolute position of key 0, `length` counts the valid keys.
     With `key_rates` `[qkv]` the key at position p has yet to be multiplied by exp(p · key_rates).
     With `row` set, that one row of the arrays is read by all rows of queries, each with a length of its own.
+    With `stripes` set, keys are dealt over chips and the arrays hold this chip's; start and length are still
+    those of the whole run.
     """
 
     k: Entry
@@ -51,12 +54,22 @@ class Segment:
     length: Int[Array, " batch"]
     layer: jax.Array | None = None
     key_rates: jax.Array | None = None
+    stripes: Striping | None = None
     row: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def keys(self) -> int:
         """Keys the arrays hold, valid or not."""
         return self.k.shape[-2]
+
+    def places(self, first: int | jax.Array, size: int) -> Int[Array, " keys"]:
+        """Where in the run the keys from index `first` on stand; key 0 of the run is at place 0."""
+        index = first + jnp.arange(size, dtype=jnp.int32)
+        return index if self.stripes is None else self.stripes.place(index)
+
+    def held(self, below: Int[Array, "*any"]) -> Int[Array, "*any"]:
+        """How many of the places below a number the arrays hold."""
+        return below if self.stripes is None else self.stripes.held(below)
 
     def block(self, first: int | jax.Array, size: int) -> KeyBlock:
         """`size` keys from index `first`; with `row` set their batch is 1."""
@@ -185,10 +198,15 @@ class KVCache:
         return KVCache(_write(self.k, layer, k, start), _write(self.v, layer, v, start))
 
     def segment(
-        self, layer: int | jax.Array, length: Int[Array, " batch"], key_rates: jax.Array | None = None
+        self,
+        layer: int | jax.Array,
+        length: Int[Array, " batch"],
+        key_rates: jax.Array | None = None,
+        stripes: Striping | None = None,
     ) -> Segment:
-        """A layer's first `length` positions of every row; for `key_rates` see `Segment`."""
+        """A layer's first `length` positions of every row; for the others see `Segment`."""
         start = jnp.zeros_like(length)
         if not self.stacked:
-            return Segment(self.k[layer], self.v[layer], start, length, None, key_rates)
-        return Segment(self.k, self.v, start, length, jnp.asarray(layer, jnp.int32), key_rates)
+            return Segment(self.k[layer], self.v[layer], start, length, None, key_rates, stripes)
+        at = jnp.asarray(layer, jnp.int32)
+        return Segment(self.k, self.v, start, length, at, key_rates, stripes)

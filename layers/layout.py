@@ -1,7 +1,8 @@
 """Which layout runs on the mesh, as data; no jax, so that planners and the command line can read it.
 
-`Layout` says where weights and the residual live, `AttnAllToAll` how attention re-shards the batch, and
-`ShardingConfig` holds both with the form of the collective matmuls. Every choice carries its mesh axes, so
+`Layout` says where weights and the residual live, `AttnAllToAll` how attention re-shards the batch,
+`ContextSplit` whether a text's positions are dealt over chips, and `ShardingConfig` holds them with the form
+of the collective matmuls. Every choice carries its mesh axes, so
 that the layers are one straight path and no ladder of cases. What cannot run is refused here and nowhere
 else: `ShardingConfig` knows one step's rules, `check_pair` those of prefill and decode over one copy of the
 weights.
@@ -126,21 +127,42 @@ class AttnAllToAll(enum.Enum):
         return tuple(self.value) if self is not AttnAllToAll.NONE else ()
 
 
+class ContextSplit(enum.Enum):
+    """Mesh axes over which attention and the KV cache split a text's positions instead of the heads."""
+
+    NONE = "none"
+    X = "x"
+    Y = "y"
+    Z = "z"
+    XY = "xy"
+    XZ = "xz"
+    YZ = "yz"
+    XYZ = "xyz"
+
+    @property
+    def axes(self) -> Axes:
+        """Axes over which positions are dealt, major first."""
+        return tuple(self.value) if self is not ContextSplit.NONE else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionAxes:
-    """How attention splits rows, heads and time; the axes of each, major first.
+    """How attention splits rows, heads and positions; the axes of each, major first.
 
     Attributes:
       rows: that split the batch before any trade.
       traded: over which an all-to-all trades heads for more rows.
       held: whose heads a chip has all of from the start, in the order of the weights' chunks.
-      time: that split the queries' time; keys and values are gathered over them.
+      context: over which the positions of keys and of the cache are dealt; see `striped_cache`.
+      ring: whether queries are dealt as keys are, so that keys come to them on a ring. Otherwise every chip
+        has all queries, and what each finds among its own keys is joined.
     """
 
     rows: Axes = ()
     traded: Axes = ()
     held: Axes = ()
-    time: Axes = ()
+    context: Axes = ()
+    ring: bool = False
 
     @property
     def batch(self) -> Axes:
@@ -148,50 +170,79 @@ class AttentionAxes:
         return self.rows + self.traded
 
     @property
+    def time(self) -> Axes:
+        """Axes that split the queries' time."""
+        return self.context if self.ring else ()
+
+    @property
+    def joined(self) -> Axes:
+        """Axes of the context over which a chip has yet to get all heads."""
+        return tuple(axis for axis in self.context if axis not in self.held)
+
+    @property
+    def cache(self) -> tuple[Axes, Axes, Axes]:
+        """Axes of the cache's rows, heads and positions."""
+        return self.batch, self.heads, self.context
+
+    @property
     def whole_rows(self) -> "AttentionAxes":
         """The same heads, with every row on every chip that holds them: how shared prefixes lie."""
-        return AttentionAxes(held=self.traded + self.held)
+        return AttentionAxes(held=self.traded + self.held, context=self.context)
 
     @property
     def heads(self) -> Axes:
         """Axes of the heads in attention: logical heads are split over x, then y, then z."""
-        return tuple(axis for axis in AXES if axis not in self.traded + self.held)
+        return tuple(axis for axis in AXES if axis not in self.traded + self.held + self.context)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingConfig:
     """One step's layout; prefill and decode may have different ones over one copy of the weights.
 
-    Raises UserError for an all-to-all over an axis along which a gathered layout splits no heads.
+    Attributes:
+      context: over which axes positions are dealt. A gathered layout that splits time deals them over its
+        own axes in any case.
+      ring: whether a step's queries are dealt as well: in prefill.
+
+    Raises UserError for an all-to-all or a context over axes along which a layout splits no heads.
     """
 
     layout: Layout = Layout.WEIGHT_STATIONARY_2D
     attn_all_to_all: AttnAllToAll = AttnAllToAll.NONE
     collectives: CollectiveConfig = CollectiveConfig()
+    context: ContextSplit = ContextSplit.NONE
+    ring: bool = False
 
     def __post_init__(self) -> None:
-        gathered = self.layout.form.gathered
-        if set(self.attn_all_to_all.axes) & set(gathered):
-            legal = [setting.value for setting in AttnAllToAll if not set(setting.axes) & set(gathered)]
-            raise UserError(
-                f"attn_all_to_all={self.attn_all_to_all.value} trades heads that layout "
-                f"{self.layout.value} does not split over {', '.join(gathered)}; "
-                f"allowed: {', '.join(legal)}; nearest: {legal[-1]}"
-            )
+        form = self.layout.form
+        trades = _Choice("attn_all_to_all", self.attn_all_to_all, AttnAllToAll)
+        trades.refuse_axes(form.gathered, f"trades heads that layout {self.layout.value} does not split over")
+        context = _Choice("context_parallel", self.context, ContextSplit)
+        rows, time = form.stays_split
+        context.refuse_axes(rows, f"deals positions where layout {self.layout.value} splits the batch over")
+        if time:
+            context.refuse_all_but(time, f"is not how layout {self.layout.value} splits time, over")
+        dealt = self.context.axes
+        trades.refuse_axes(dealt, f"trades heads where context_parallel={self.context.value} deals over")
 
     @property
     def attention(self) -> AttentionAxes:
         """How attention is split."""
         form = self.layout.form
         rows, time = form.stays_split
-        return AttentionAxes(rows, self.attn_all_to_all.axes, form.held, time)
+        context = time or self.context.axes
+        ring = bool(time) or (self.ring and bool(context))
+        return AttentionAxes(rows, self.attn_all_to_all.axes, form.held, context, ring)
 
-    def for_prefill(self, layout: Layout) -> "ShardingConfig":
-        """Prefill beside this decoding: its own layout, trading over those axes that it does not gather."""
-        gathered = layout.form.gathered
-        wanted = tuple(axis for axis in self.attn_all_to_all.axes if axis not in gathered)
+    def for_prefill(self, layout: Layout, context: ContextSplit = ContextSplit.NONE) -> "ShardingConfig":
+        """Prefill beside this decoding: its own layout and context.
+
+        It trades over those axes of this all-to-all that it neither gathers nor deals positions over.
+        """
+        taken = layout.form.gathered + context.axes
+        wanted = tuple(axis for axis in self.attn_all_to_all.axes if axis not in taken)
         trade = max((t for t in AttnAllToAll if set(t.axes) <= set(wanted)), key=lambda t: len(t.axes))
-        return ShardingConfig(layout, trade, self.collectives)
+        return ShardingConfig(layout, trade, self.collectives, context, ring=True)
 
     def padded_rows(self, rows: int, mesh: MeshShape) -> int:
         """Rows of a batch as the residual holds them, over all chips."""
@@ -202,9 +253,40 @@ class ShardingConfig:
         """Rows of a batch as attention and the cache hold them, over all chips."""
         return _round_up(self.padded_rows(rows, mesh), mesh.over(self.attention.batch))
 
+    def cache_positions(self, time: int, mesh: MeshShape) -> int:
+        """Positions of a row as the cache holds them, over all chips."""
+        return _round_up(time, mesh.over(self.attention.context))
+
     def time_shards(self, mesh: MeshShape) -> int:
-        """Parts that the residual splits time into; a step's tokens must divide by it."""
-        return mesh.over(self.layout.form.time)
+        """Parts that the residual or attention splits time into; a step's tokens must divide by it."""
+        return math.lcm(mesh.over(self.layout.form.time), mesh.over(self.attention.time))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """One setting of an enum of axes, and how it is refused."""
+
+    name: str
+    chosen: AttnAllToAll | ContextSplit
+    settings: type[AttnAllToAll] | type[ContextSplit]
+
+    def refuse_axes(self, axes: Axes, why: str) -> None:
+        """Refuses a setting with one of these axes; `why` is followed by their names."""
+        if set(self.chosen.axes) & set(axes):
+            legal = [setting for setting in self.settings if not set(setting.axes) & set(axes)]
+            self._refuse(axes, why, legal)
+
+    def refuse_all_but(self, axes: Axes, why: str) -> None:
+        """Refuses a setting of other axes than none or these."""
+        if self.chosen.axes not in ((), axes):
+            self._refuse(axes, why, [s for s in self.settings if s.axes in ((), axes)])
+
+    def _refuse(self, axes: Axes, why: str, legal: "list[AttnAllToAll | ContextSplit]") -> None:
+        nearest = max(legal, key=lambda s: (len(set(s.axes) & set(self.chosen.axes)), -len(s.axes)))
+        raise UserError(
+            f"{self.name}={self.chosen.value} {why} {', '.join(axes)}; "
+            f"allowed: {', '.join(setting.value for setting in legal)}; nearest: {nearest.value}"
+        )
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -221,7 +303,7 @@ def check_pair(prefill: ShardingConfig, decode: ShardingConfig, mesh: MeshShape)
 
     Raises UserError with the reason: storages that differ, or time split in a decode step.
     """
-    shards = decode.time_shards(mesh)
+    shards = mesh.over(decode.layout.form.time)
     if shards > 1:
         legal = [layout.value for layout in Layout if mesh.over(layout.form.time) == 1]
         raise UserError(
@@ -244,9 +326,16 @@ def check_chunk(prefill: ShardingConfig, chunk: int, mesh: MeshShape) -> None:
         nearest = max(shards, round(chunk / shards) * shards)
         raise UserError(
             f"a prefill chunk of {chunk} tokens does not divide over the {shards} parts into which layout "
-            f"{prefill.layout.value} splits time on mesh {mesh}; allowed: multiples of {shards}; "
-            f"nearest: {nearest}"
+            f"{prefill.layout.value}{_with_context(prefill)} splits time on mesh {mesh}; allowed: multiples "
+            f"of {shards}; nearest: {nearest}"
         )
+
+
+def _with_context(sharding: ShardingConfig) -> str:
+    """How positions are dealt, where that was asked for."""
+    if sharding.context is ContextSplit.NONE:
+        return ""
+    return f" with context_parallel={sharding.context.value}"
 
 
 def _without_time(layout: Layout) -> Layout:

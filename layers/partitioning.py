@@ -104,9 +104,9 @@ def param_specs(params: Params, storage: WeightStorage) -> Params:
 
 
 def cache_specs(cache: KVCache, attention: AttentionAxes) -> KVCache:
-    """Batch and heads of `[layers, batch, kv_heads, time, …]` over the axes that attention gives them."""
-    table = {"batch": attention.batch, "kv_heads": attention.heads}
-    spec = partition_spec(("batch", "kv_heads"), table)
+    """Batch, heads, time of `[layers, batch, kv_heads, time, …]` over the axes that attention gives them."""
+    table = {"batch": attention.batch, "kv_heads": attention.heads, "time": attention.context}
+    spec = partition_spec(tuple(table), table)
     lead = (None,) if cache.stacked else ()
     return jax.tree.map(lambda _: P(*lead, *spec), cache)
 

@@ -189,15 +189,16 @@ def walked_arc(
 
 def vary_alike(axis_name: AxisName, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays, all varying over the ring and over every axis that one of them varies over."""
-    axes = frozenset(axis_names(axis_name)).union(*(_varying(array) for array in arrays))
-    missing = (tuple(sorted(axes - _varying(array))) for array in arrays)
+    axes = frozenset(axis_names(axis_name)).union(*(varying_axes(array) for array in arrays))
+    missing = (tuple(sorted(axes - varying_axes(array))) for array in arrays)
     return tuple(
         lax.pcast(array, names, to="varying") if names else array
         for array, names in zip(arrays, missing, strict=True)
     )
 
 
-def _varying(array: jax.Array) -> frozenset[str]:
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """The mesh axes over which an array may differ."""
     return jax.typeof(array).manual_axis_type.varying
 
 

@@ -20,35 +20,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from layers.attention import AttentionBlocks, attend
-from layers.attn_all_to_all import all_times, gather_rows, my_kv_heads, reduce_kv, scatter_rows
+from layers.attn_all_to_all import gather_rows, my_kv_heads, reduce_kv, scatter_rows
+from layers.cache_ring import attend_by_ring
 from layers.hparams import Block, HParams, NormPlacement
-from layers.kv_cache import KVCache
+from layers.kv_cache import KVCache, Segment
 from layers.layout import CHUNK_AXES, AttentionAxes
 from layers.layout_ops import LayoutOps
 from layers.norm import NormParams, apply_norm
 from layers.numerics import ff_hidden, trailing
 from layers.params import LayerParams
 from layers.quantization import Int8Weight, Weight
+from layers.ring_attention import vary_alike
 from layers.rope import RopePhases, apply_rope_to_keys, apply_rope_to_queries
 from layers.sharded_ops import held_chunks, local_part, sharded_norm
 from layers.shared_prefix import SharedPrefixes, attended
+from layers.striped_cache import Striping
 
 
 class StepTokens(NamedTuple):
     """What every layer needs to know of a step's tokens on this chip.
 
-    Rows are those of attention, or of the projections in `q_phases`; times are this chip's part of them
-    where the layout splits time, but for `start` and `length`. Keys are rotated as the cache holds them, and
-    `key_rates` is what is left to do.
+    Rows and times are those of attention, or of the projections in `q_phases`. Keys are rotated as the cache
+    holds them, and `key_rates` is what is left to do.
     """
 
-    start: jax.Array  # [] or [rows]: where the cache takes the step's first token
+    start: jax.Array  # [] or [rows]: the index at which the cache here takes the step's first token
     length: jax.Array  # [rows]: positions that are filled after the step
     positions: jax.Array  # [rows, time]
     q_phases: RopePhases | None
     k_phases: RopePhases | None
     key_rates: jax.Array | None = None
     shared: SharedPrefixes | None = None
+    stripes: Striping | None = None
 
 
 class _Columns(NamedTuple):
@@ -90,13 +93,11 @@ class ShardedLayer:
         q = self._queries(columns.q, step)
         keys, values = self._keys_values(n, step)
         cache = cache.write(cache_layer, keys, values, step.start)
-        a = attend(
+        a = self._attend(
             scatter_rows(q, self.attention),
-            attended(cache, cache_layer, step.length, step.shared, step.key_rates),
+            attended(cache, cache_layer, step.length, step.shared, step.key_rates, step.stripes),
             step.positions,
-            window=window,
-            cap=hparams.attn_softcap,
-            blocks=self.blocks,
+            window,
         )
         a = _as_chunks(gather_rows(a, self.attention, q.shape[0]), len(columns.q))
         if hparams.fused:
@@ -104,6 +105,17 @@ class ShardedLayer:
         attention = self._after(self._out([a], weights.wo, weights.bo), weights.post_norm)
         mlp = self._mlp(x, gathered, attention)
         return x + attention + mlp, cache
+
+    def _attend(
+        self, q: jax.Array, segments: list[Segment], positions: jax.Array, window: jax.Array | None
+    ) -> jax.Array:
+        """Attention over keys that are here, or dealt: they go round, or what each chip finds is joined."""
+        form = {"window": window, "cap": self.hparams.attn_softcap}
+        axes = self.attention.context
+        if self.attention.ring:
+            return attend_by_ring(q, segments, positions, axes, **form)
+        (q,) = vary_alike(axes, q)  # the same on all chips of the context until it meets their keys
+        return attend(q, segments, positions, blocks=self.blocks, axes=axes, **form)
 
     def _mlp(self, x: jax.Array, gathered: jax.Array, attention: jax.Array) -> jax.Array:
         """The feed-forward branch of a block that is not fused, in the residual's sharding."""
@@ -198,7 +210,7 @@ class ShardedLayer:
             gain = jax.tree.map(lambda g: my_kv_heads(self._vector(g), self.attention, 0), weights.k_norm)
             k = apply_norm(k, gain, hparams.qk_norm, hparams.qk_norm_eps)
         k = apply_rope_to_keys(k, step.k_phases, hparams.rope)
-        return all_times(k, self.attention), all_times(v, self.attention)
+        return k, v
 
     def _head_gains(self, gain: jax.Array) -> jax.Array:
         """[heads in stored order, qkv] → those of this chip's chunks."""

@@ -7,7 +7,8 @@ holds its own tokens alone. Attention takes each entry as a segment whose batch 
 rows, and merges it with the row's own segment in one online softmax (attention.py): nothing is copied to the
 rows. Nested prefixes are entries that begin where others end.
 
-On a mesh an entry is split by kv heads as the rows' cache is, and is on every chip that splits the batch.
+On a mesh an entry is split by kv heads, and its positions dealt, as those of the rows' cache are; it is on
+every chip that splits the batch.
 
 Data flow: prefill of a prefix → `cache_insert.insert_row` → entry → `attended` in each layer of later steps.
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from layers.kv_cache import KVCache, Segment
+from layers.striped_cache import Striping
 
 
 @flax.struct.dataclass
@@ -51,11 +53,13 @@ class SharedPrefixes:
         """The same prefixes as other rows see them."""
         return SharedPrefixes(self.caches, self.starts, lengths)
 
-    def segments(self, layer: int | jax.Array, key_rates: jax.Array | None) -> list[Segment]:
+    def segments(
+        self, layer: int | jax.Array, key_rates: jax.Array | None, stripes: Striping | None
+    ) -> list[Segment]:
         """One a held prefix, of one layer."""
         found: list[Segment] = []
         for cache in self.caches:
-            whole = cache.segment(layer, self.lengths[:, 0], key_rates)
+            whole = cache.segment(layer, self.lengths[:, 0], key_rates, stripes)
             for row in range(cache.rows):
                 entry = len(found)
                 start = jnp.broadcast_to(self.starts[entry], self.lengths.shape[:1])
@@ -70,9 +74,10 @@ def attended(
     end: Int[Array, " rows"],
     shared: SharedPrefixes | None,
     key_rates: jax.Array | None,
+    stripes: Striping | None = None,
 ) -> list[Segment]:
     """What the rows attend to in a layer: what they share, and their own keys up to position `end` − 1."""
     if shared is None:
-        return [cache.segment(layer, end, key_rates)]
-    own = cache.segment(layer, end - shared.offsets, key_rates)
-    return [*shared.segments(layer, key_rates), dataclasses.replace(own, start=shared.offsets)]
+        return [cache.segment(layer, end, key_rates, stripes)]
+    own = cache.segment(layer, end - shared.offsets, key_rates, stripes)
+    return [*shared.segments(layer, key_rates, stripes), dataclasses.replace(own, start=shared.offsets)]

@@ -40,6 +40,7 @@ from layers.serial import ForwardOptions, stored_keys, window_table
 from layers.sharded_layer import ShardedLayer, StepTokens
 from layers.sharded_ops import local_part, sharded_norm
 from layers.shared_prefix import SharedPrefixes
+from layers.striped_cache import Striping, dealt, gathered, striping, write_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class MeshModel:
             layers=self.hparams.layers,
             batch=self.sharding.cache_rows(rows, self.shape),
             kv_heads=factors.on_a_chip(heads) * self.shape.over(heads),
-            time=time,
+            time=self.sharding.cache_positions(time, self.shape),
             qkv=self.hparams.qkv,
         )
 
@@ -145,15 +146,15 @@ class MeshModel:
         """
         hparams, dtype = self.padded, jnp.dtype(self.options.activation_dtype)
         multiple = self.sharding.padded_rows(1, self.shape)
-        tokens = pad_rows(tokens, multiple)
+        tokens = dealt(pad_rows(tokens, multiple), self.shape.over(self.attention.time), 1)
         start = pad_rows(start, multiple) if start.ndim else start
         if shared is None:
-            step = self._step_tokens(tokens, start)
+            step = self._step_tokens(tokens.shape, start)
         else:
             shared = shared.seen_by(pad_rows(shared.lengths, multiple))
-            step = self._step_tokens(tokens, start + shared.offsets)
-            own = start if start.ndim == 0 else self._attention_rows(start)
-            step = step._replace(start=own, shared=shared.seen_by(self._attention_rows(shared.lengths)))
+            step = self._step_tokens(tokens.shape, start + shared.offsets)
+            step = step._replace(shared=shared.seen_by(self._attention_rows(shared.lengths)))
+        step = step._replace(start=self._write_index(start, tokens.shape[1], step.stripes, cache.time))
         k_phases, key_rates = stored_keys(hparams, step.k_phases, cache)
         step = step._replace(k_phases=k_phases, key_rates=key_rates)
         x = self._embed(params, tokens, dtype)
@@ -186,21 +187,33 @@ class MeshModel:
         attention = self.sharding.attention
         return my_rows(local_part(x, attention.rows, 0), attention)
 
-    def _step_tokens(self, tokens: jax.Array, start: jax.Array) -> StepTokens:
-        """Positions and phases of this chip's rows and times, in the projections and in attention."""
-        attention, (batch, time) = self.sharding.attention, tokens.shape
-        first = jnp.broadcast_to(start, (batch,)) if start.ndim == 0 else start
+    def _step_tokens(self, shape: tuple[int, ...], first: jax.Array) -> StepTokens:
+        """Positions and phases of this chip's rows and times, in the projections and in attention.
+
+        `shape` is that of the tokens, `first` the position of each row's first one, or of all rows'.
+        """
+        attention, (batch, time) = self.attention, shape
+        first = jnp.broadcast_to(first, (batch,)) if first.ndim == 0 else first
         first = local_part(first, attention.rows, 0)  # of the projections' rows
-        offsets = local_part(jnp.arange(time, dtype=jnp.int32), attention.time, 0)[None, :]
+        order = dealt(jnp.arange(time, dtype=jnp.int32), self.shape.over(attention.time), 0)
+        projected = local_part(order, self.sharding.layout.form.stays_split[1], 0)[None, :]
         mine = my_rows(first, attention)
-        positions = mine[:, None] + offsets
+        positions = mine[:, None] + local_part(order, attention.time, 0)[None, :]
         return StepTokens(
-            start=start if start.ndim == 0 else mine,
+            start=mine,
             length=mine + time,
             positions=positions,
-            q_phases=rope_phases(self.hparams, first[:, None] + offsets),
+            q_phases=rope_phases(self.hparams, first[:, None] + projected),
             k_phases=rope_phases(self.hparams, positions),
+            stripes=striping(attention.context),
         )
+
+    def _write_index(
+        self, start: jax.Array, time: int, stripes: Striping | None, cache_time: int
+    ) -> jax.Array:
+        """Where the cache here takes the first token of its rows; `start` is where their own tokens do."""
+        mine = start if start.ndim == 0 else self._attention_rows(start)
+        return write_index(mine, time, stripes, split=self.attention.ring, end=cache_time)
 
     @jax.named_scope("residual")
     def _embed(self, params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -237,8 +250,9 @@ class MeshModel:
         Of the residual's rows, padding included, the first `rows` are the batch.
         """
         hparams = self.hparams
-        gathered = self.ops.to_embed_x(x)[:rows]  # [batch, time, embed.X]
-        n = sharded_norm(gathered, params.final_norm, hparams.norm, hparams.norm_eps, ("x",))
+        whole = self.ops.to_embed_x(x)[:rows]  # [batch, time, embed.X]
+        whole = gathered(whole, self.shape.over(self.attention.time), 1)
+        n = sharded_norm(whole, params.final_norm, hparams.norm, hparams.norm_eps, ("x",))
         table = params.embedding if params.lm_head is None else params.lm_head  # [vocab.YZ, embed.X]
         partial = jnp.einsum("bte,ve->btv", n, table.astype(n.dtype), preferred_element_type=jnp.float32)
         # [batch, time, vocab.YZ] {x unreduced} → vocab.YZX; logits always travel in float32

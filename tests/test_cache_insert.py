@@ -15,13 +15,14 @@ from layers.cache_insert import insert_row
 from layers.head_order import KVFactors
 from layers.kv_cache import CacheShape, KVCache
 from layers.kv_quantization import quantize_kv
-from layers.layout import AttentionAxes, AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttentionAxes, AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.partitioning import cache_specs, shardings
+from layers.striped_cache import dealt
 from tests.test_layout_traffic import counted_everywhere
 
-SLOTS, ROWS, LAYERS, TIME, QKV = 16, 8, 2, 3, 2
+SLOTS, ROWS, LAYERS, TIME, QKV = 16, 8, 2, 16, 2
 CUBE = MeshShape(2, 2, 2)
 PLACES = {
     "heads": ShardingConfig().attention,
@@ -32,7 +33,10 @@ PLACES = {
     "gathered_xy_z": ShardingConfig(Layout.WEIGHT_GATHERED_XY, AttnAllToAll.AXIS_Z).attention,
     "gathered_xyz": ShardingConfig(Layout.WEIGHT_GATHERED_XYZ).attention,
     "gathered_xy_time": ShardingConfig(Layout.WEIGHT_GATHERED_XY_TIME).attention,
+    "context_xz": ShardingConfig(context=ContextSplit.XZ).attention,
+    "z_context_y": ShardingConfig(attn_all_to_all=AttnAllToAll.AXIS_Z, context=ContextSplit.Y).attention,
 }
+TARGETS = [name for name in PLACES if "time" not in name]
 
 
 @functools.cache
@@ -50,14 +54,15 @@ def _whole(rows: int, kv_heads: int, dtype: str = "float32") -> KVCache:
 @functools.cache
 def _placer(attention: AttentionAxes) -> Callable[[jax.Array], jax.Array]:
     """A leaf over the mesh: each chip has its rows and its kv heads. Compiled once a shape."""
-    rows = P(None, attention.batch or None)
+    rows = P(None, attention.batch or None, None, attention.context or None)
 
     def mine(leaf: jax.Array) -> jax.Array:
         leaf = jax.lax.pcast(leaf, attention.heads, to="varying") if attention.heads else leaf
         return my_kv_heads(leaf, attention, 2)
 
     spec = jax.tree.leaves(cache_specs(_whole(ROWS, 1), attention))[0]  # of values and of scales
-    return jax.jit(jax.shard_map(mine, mesh=make_mesh(CUBE), in_specs=rows, out_specs=spec))
+    place = jax.shard_map(mine, mesh=make_mesh(CUBE), in_specs=rows, out_specs=spec)
+    return jax.jit(lambda leaf: place(dealt(leaf, CUBE.over(attention.context), 3)))
 
 
 def _place(cache: KVCache, attention: AttentionAxes) -> KVCache:
@@ -87,7 +92,7 @@ def _program(target: str, source: str, kv_heads: int, dtype: str = "float32") ->
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 16])
-@pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(TARGETS, PLACES)))
 def test_insert_moves_one_row_and_touches_no_other(target: str, source: str, kv_heads: int) -> None:
     _check_rows(target, source, kv_heads, "float32")
 
@@ -115,7 +120,7 @@ def _check_rows(target: str, source: str, kv_heads: int, dtype: str) -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-@pytest.mark.parametrize(("target", "source"), list(itertools.product(list(PLACES)[:7], PLACES)))
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(TARGETS, PLACES)))
 def test_insert_moves_no_more_than_the_prefix_and_copies_no_cache(target: str, source: str) -> None:
     kv_heads = 4
     compiled, cache = _program(target, source, kv_heads), _placed(target, source, kv_heads)[0]

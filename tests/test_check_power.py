@@ -17,21 +17,31 @@ from jax import lax
 from checkpoints.synthetic import synthetic_state
 from inference_engine.checking.cases import Case
 from inference_engine.checking.run import Checker, Row
-from layers import attn_all_to_all, cache_insert, sharded_layer, transformer, weight_gathered
+from layers import (
+    attention,
+    attn_all_to_all,
+    cache_insert,
+    cache_ring,
+    sharded_layer,
+    transformer,
+    weight_gathered,
+)
 from layers.collectives.matmuls import allgather_matmul, matmul_reducescatter
 from layers.collectives.mode import CollectiveMode
 from layers.collectives.reductions import all_reduce, reduce_scatter
 from layers.hparams import Bias, Block, HParams, NormPlacement, Rope
 from layers.kv_cache import KVCache
-from layers.layout import AttnAllToAll, Layout
+from layers.layout import AttnAllToAll, ContextSplit, Layout
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.norm import scale_and_shift
+from layers.ring_schedule import Arc
 from layers.rope import rope_phases, unstretched
 from layers.serial import stored_keys
 from layers.sharded_layer import ShardedLayer
 from layers.sharded_ops import local_part
 from layers.shared_prefix import SharedPrefixes, attended
+from layers.striped_cache import Striping, striping
 from layers.transformer import MeshModel
 from layers.weight_stationary import WeightStationary1D, WeightStationary2D
 
@@ -46,7 +56,8 @@ SERIAL = dataclasses.replace(GROUPED, block=Block.SERIAL, norm_placement=NormPla
 
 ONE_D, TWO_D = Layout.WEIGHT_STATIONARY_1D, Layout.WEIGHT_STATIONARY_2D
 _CASE = Case(
-    Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, CollectiveMode.REFERENCE,
+    Layout.WEIGHT_STATIONARY_2D, Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX,
+    ContextSplit.NONE, ContextSplit.NONE, CollectiveMode.REFERENCE,
     "float32", "float32", "float32", "auto", "own", batch=8, prompt_tokens=5,
 )  # fmt: skip
 TRADED = _CASE
@@ -66,6 +77,11 @@ TWO_LAYOUTS = dataclasses.replace(BY_HEADS, layout=TWO_D, prefill_layout=Layout.
 BATCH_Z = dataclasses.replace(
     _CASE, layout=Layout.WEIGHT_STATIONARY_2D_BATCH_Z, prefill_layout=Layout.WEIGHT_STATIONARY_2D_TIME_Z
 )
+DEALT = dataclasses.replace(
+    BY_HEADS, layout=TWO_D, prefill_layout=TWO_D, context=ContextSplit.XY, prefill_context=ContextSplit.XY,
+    prompt_tokens=6,
+)  # fmt: skip
+DEALT_ANEW = dataclasses.replace(TRADED, prefill_context=ContextSplit.XZ)
 Where = tuple[HParams, Case]
 Patch = tuple[Any, str, Callable[..., Any]]
 
@@ -89,8 +105,8 @@ _put, _visit_in, _visit_out = (
     weight_gathered._Groups.put, weight_gathered._SumOfParts.visit, weight_gathered._PartsOfEmbed.visit
 )  # fmt: skip
 _gathered_out, _walk = weight_gathered.WeightGathered.project_out, weight_gathered.walk
-_beside, _all_times = sharded_layer._beside, sharded_layer.all_times
-_moved_heads, _overwrite = cache_insert._moved_heads, cache_insert._overwrite
+_beside, _write_index = sharded_layer._beside, transformer.write_index
+_moved, _overwrite = cache_insert._moved, cache_insert._overwrite
 _embedding = WeightStationary2D.reduce_embedding
 
 
@@ -100,10 +116,10 @@ _attention_rows, _segments = MeshModel._attention_rows, SharedPrefixes.segments
 def _step(change: Callable[[MeshModel, jax.Array, Any], Any]) -> Patch:
     """Changes what layers are told of the tokens; `change` gets the positions of all rows and times."""
 
-    def changed(self: MeshModel, tokens: jax.Array, start: jax.Array) -> Any:
-        step = _step_tokens(self, tokens, start)
-        first = jnp.broadcast_to(start, (tokens.shape[0],))
-        positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    def changed(self: MeshModel, shape: tuple[int, ...], start: jax.Array) -> Any:
+        step = _step_tokens(self, shape, start)
+        first = jnp.broadcast_to(start, (shape[0],))
+        positions = first[:, None] + jnp.arange(shape[1], dtype=jnp.int32)[None, :]
         return change(self, positions, step)
 
     return MeshModel, "_step_tokens", changed
@@ -204,14 +220,31 @@ def _wrong_way(shard: jax.Array, ring: Any, mode: Any, visit: Any) -> None:
     _walk(shard, ring, mode, lambda piece, i, part: visit(piece, (2 * ring.index - i) % ring.size, part))
 
 
-def _every_time_is_the_first(self: MeshModel, tokens: jax.Array, start: jax.Array) -> Any:
+def _every_time_is_the_first(self: MeshModel, shape: tuple[int, ...], start: jax.Array) -> Any:
     """Each chip takes its part of the prompt for the first one."""
-    step, time = _step_tokens(self, tokens, start), tokens.shape[1]
-    axes = self.sharding.attention.time
+    step, axes = _step_tokens(self, shape, start), self.sharding.attention.time
+    return step._replace(positions=step.positions - lax.axis_index(axes)) if axes else step
+
+
+def _next_chip(axes: tuple[str, ...]) -> Striping | None:
+    """Each chip takes its keys for those of the next."""
+    mine = striping(axes)
+    return mine and Striping((mine.chip + 1) % mine.chips, mine.chips)
+
+
+def _written_everywhere(
+    start: jax.Array, time: int, stripes: Striping | None, *, split: bool, end: int
+) -> jax.Array:
+    """Every chip writes a token at the index at which one should."""
+    return start if stripes is None else start // stripes.chips
+
+
+def _sums_of_other_peaks(running: Any, axes: tuple[str, ...]) -> Any:
+    """Results of chips added although each is relative to the largest score of its own."""
     if not axes:
-        return step
-    shift = lax.axis_index(axes) * (time // lax.axis_size(axes))
-    return step._replace(positions=step.positions - shift)
+        return running
+    sums = [lax.psum(part, axes) for part in (running.total, running.output)]
+    return dataclasses.replace(running, peak=lax.pmax(running.peak, axes), total=sums[0], output=sums[1])
 
 
 def _own_segments(**changes: Callable[[Any], Any]) -> Patch:
@@ -262,7 +295,8 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
         _step(lambda m, at, step: step._replace(positions=step.positions + 1, length=step.length + 1)),
     ),
     "cache_written_one_position_off": (
-        (GROUPED, BY_HEADS), _step(lambda model, at, step: step._replace(start=step.start + 1)),
+        (GROUPED, BY_HEADS),
+        (transformer, "write_index", lambda *args, **kwargs: _write_index(*args, **kwargs) + 1),
     ),
     "kv_head_of_another_group": (
         (GROUPED, BY_HEADS),
@@ -315,13 +349,24 @@ MISTAKES: dict[str, tuple[Where, Patch]] = {
     "time_part_taken_for_the_first": (
         (GROUPED, LONG_PROMPT), (MeshModel, "_step_tokens", _every_time_is_the_first)
     ),
-    "keys_of_another_time_part": (
-        (GROUPED, LONG_PROMPT),
-        (sharded_layer, "all_times", lambda kv, a: jnp.roll(_all_times(kv, a), 1 if a.time else 0, axis=1)),
+    "keys_of_another_time_part": ((GROUPED, LONG_PROMPT), (transformer, "striping", _next_chip)),
+    "a_hop_too_few": (
+        (MULTIQUERY, DEALT), (cache_ring, "Arc", lambda start, count: Arc(start, count - 1))
+    ),
+    "times_not_traded_back": (
+        (GROUPED, DEALT),
+        (sharded_layer, "gather_rows", lambda a, s, b: _gather_rows(jnp.roll(a, 1, axis=1), s, b)),
+    ),
+    "dealt_token_written_everywhere": (
+        (MULTIQUERY, DEALT), (transformer, "write_index", _written_everywhere)
+    ),
+    "dealt_results_not_weighed": ((GROUPED, DEALT), (attention, "_over_chips", _sums_of_other_peaks)),
+    "dealt_positions_inserted_as_they_lie": (
+        (GROUPED, DEALT_ANEW), (cache_insert, "gathered", lambda x, *_: x)
     ),
     "inserted_row_reversed_in_time": (
         (GROUPED, TWO_LAYOUTS),
-        (cache_insert, "_moved_heads", lambda row, *to: jnp.flip(_moved_heads(row, *to), axis=-2)),
+        (cache_insert, "_moved", lambda row, *to: jnp.flip(_moved(row, *to), axis=-2)),
     ),
     "inserted_into_the_next_slot": (
         (MULTIQUERY, TWO_LAYOUTS),

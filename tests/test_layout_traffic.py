@@ -26,7 +26,7 @@ from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.communication import layer_terms, traffic
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.params import Params
@@ -71,6 +71,17 @@ CASES = [
     ("palm", "4,2,1", GXYZ_TIME, NONE, THROUGHPUT, 1),
     ("nine_heads_grouped", "2,2,2", TWO, Z, PLAIN, 4), ("nine_heads_grouped", "4,2,1", TWO, NONE, LATENCY, 2),
 ]  # fmt: skip
+PREFILLS, DECODES = True, False
+DEALT = [
+    ("palm", "2,2,2", TWO, NONE, "xyz", PREFILLS, 1),
+    ("nine_heads_grouped", "2,2,2", TIME_Z, YZ, "x", PREFILLS, 3),
+    ("palm", "2,1,3", GX, NONE, "z", PREFILLS, 4),
+    ("nine_heads_grouped", "2,1,3", ONE, NONE, "z", PREFILLS, 2),
+    ("palm", "2,2,2", TWO, Z, "xy", DECODES, 2),
+    ("nine_heads_grouped", "2,2,2", TWO, NONE, "yz", DECODES, 3),
+    ("palm", "4,2,1", ONE, NONE, "xyz", DECODES, 1),
+    ("nine_heads_grouped", "2,1,3", GX, NONE, "z", DECODES, 2),
+]
 
 
 def group_size(line: str) -> int:
@@ -82,27 +93,43 @@ def group_size(line: str) -> int:
 
 
 def counted(program: str) -> Traffic:
-    """Traffic of the layer loop's body: every collective that is not in the entry computation."""
-    return _counted(program, lambda line: not line.startswith("ENTRY"))
+    """Traffic of the layer loop's body: every collective that is not in the entry computation.
+
+    One in a loop inside it counts by the loop's trips, where the compiler knows them, else once.
+    """
+    return _counted(program, lambda line: not line.startswith("ENTRY"), _trips(program))
 
 
 def counted_everywhere(program: str) -> Traffic:
     """Traffic of a program without loops."""
-    return _counted(program, lambda line: True)
+    return _counted(program, lambda line: True, {})
 
 
-def _counted(program: str, wanted: Callable[[str], bool]) -> Traffic:
-    """Traffic of the computations whose first line is wanted."""
-    traffic: Traffic = collections.defaultdict(float)
-    inside = False
+def _trips(program: str) -> dict[str, int]:
+    """How often each loop's body runs for one run of the layer loop's body, by the body's name."""
+    inside, trips = "", dict[str, int]()
     for line in program.splitlines():
         if line.endswith("{") and "->" in line:
-            inside = wanted(line)
+            inside = "" if line.startswith("ENTRY") else line.split()[0].lstrip("%")
+        body = re.search(r" while\(.*body=%([\w.\-]+)", line)
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        if body and inside:  # the layer loop is in the entry
+            trips[body[1]] = int(known[1]) if known else 1
+    return trips
+
+
+def _counted(program: str, wanted: Callable[[str], bool], trips: dict[str, int]) -> Traffic:
+    """Traffic of the computations whose first line is wanted."""
+    traffic: Traffic = collections.defaultdict(float)
+    inside, times = False, 1
+    for line in program.splitlines():
+        if line.endswith("{") and "->" in line:
+            inside, times = wanted(line), trips.get(line.split()[0].lstrip("%"), 1)
         found = _OP.search(line)
         if inside and found:
             sizes = [math.prod(map(int, dims.split(","))) for dims in _ARRAY.findall(found[1]) if dims]
             chips = 0 if found[2] == HOP else group_size(line)
-            traffic[found[2]] += MOVED[found[2]](sum(sizes), chips) if chips != 1 else 0
+            traffic[found[2]] += times * MOVED[found[2]](sum(sizes), chips) if chips != 1 else 0
     return {kind: moved for kind, moved in traffic.items() if moved}
 
 
@@ -130,19 +157,44 @@ def compiled(name: str, mesh: MeshShape, sharding: ShardingConfig, rows: int) ->
     return model, step.lower(params, cache, tokens, start).compile().as_text()
 
 
-def found_and_said(case: tuple) -> tuple[Traffic, Traffic]:
+def found_and_said(name: str, mesh: str, sharding: ShardingConfig, rows: int) -> tuple[Traffic, Traffic]:
     """What a layer of the compiled step moves, and what the formulas say."""
-    name, mesh, layout, setting, mode, rows = case
-    shape, sharding = MeshShape.parse(mesh), ShardingConfig(layout, setting, CollectiveConfig(mode))
+    shape = MeshShape.parse(mesh)
     model, program = compiled(name, shape, sharding, rows)
     said = traffic(layer_terms(model.padded, shape, sharding, rows, time_of(sharding, shape)))
     return counted(program), {kind.value: elements for kind, elements in said.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(v, "value", v)) for v in case))
+def _id(value: object) -> str:
+    return "-".join(str(getattr(v, "value", v)) for v in value)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_id)
 def test_a_layer_moves_what_the_formulas_say(case: tuple) -> None:
-    found, said = found_and_said(case)
+    name, mesh, layout, setting, mode, rows = case
+    sharding = ShardingConfig(layout, setting, CollectiveConfig(mode))
+    found, said = found_and_said(name, mesh, sharding, rows)
     assert found == pytest.approx(said)
+
+
+@pytest.mark.parametrize("case", DEALT, ids=_id)
+def test_dealt_positions_move_what_the_formulas_say(case: tuple) -> None:
+    name, mesh, layout, setting, context, prefills, rows = case
+    sharding = ShardingConfig(layout, setting, CollectiveConfig(), ContextSplit(context), prefills)
+    found, said = found_and_said(name, mesh, sharding, rows)
+    assert found == pytest.approx(said)
+
+
+@pytest.mark.parametrize("case", [case for case in DEALT if case[5] == DECODES], ids=_id)
+def test_a_decode_step_joins_dealt_positions_in_two_small_sums(case: tuple) -> None:
+    name, mesh, layout, setting, context, _, rows = case
+    shape = MeshShape.parse(mesh)
+    dealt = ShardingConfig(layout, setting, context=ContextSplit(context))
+    plain = ShardingConfig(layout, setting)
+    programs = [compiled(name, shape, sharding, rows)[1] for sharding in (dealt, plain)]
+    sums = [len(re.findall(r" all-reduce(?:-start)?\(", program)) for program in programs]
+    assert sums[0] <= sums[1] + 2
+    assert not re.search(r" collective-permute(?:-start)?\(", programs[0])
 
 
 HPARAMS = HParams(layers=1, embed=48, ff=96, heads=8, kv_heads=1, qkv=16, vocab=71)

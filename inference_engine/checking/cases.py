@@ -8,8 +8,8 @@ What cannot run on a mesh is left out, with the reason that `layers.layout` give
 Data flow: `Factors`, mesh → `all_cases` or `covering_cases` → `Case` → checking.run.
 
 Worked example: on 2,2,2 decoding has 7 legal layouts with 18 legal pairs of layout and all-to-all; times the
-legal prefill layouts, 4 collectives, 3 weights, 2 × 2 dtypes, 2 caches, prefixes shared or not, 3 batches
-and 3 lengths that are 224,640 cases. The covering set has 68.
+legal contexts, prefill layouts and their contexts, 4 collectives, 3 weights, 2 × 2 dtypes, 2 caches, prefixes
+shared or not, 3 batches and 3 lengths that are 967,680 cases. The covering set has 82.
 """
 
 import dataclasses
@@ -21,11 +21,13 @@ from typing import Any
 from inference_engine.config import KV_CACHE_DTYPES
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.errors import UserError
-from layers.layout import AttnAllToAll, Layout, ShardingConfig, check_pair
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig, check_pair
 from layers.mesh_shape import MeshShape
 
 SHARED = "shared"
 PREFIXES = ("own", SHARED)
+CONTEXTS = (ContextSplit.NONE, ContextSplit.Z, ContextSplit.XY, ContextSplit.XYZ)
+"""No, one, two and all axes; the others take part where a flag names them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Case:
 
     Attributes:
       layout, prefill_layout: of decoding and of prefill, over one copy of the weights.
-      attn_all_to_all: of decoding; prefill trades over those of its axes that it does not gather.
+      attn_all_to_all: of decoding; prefill trades over those of its axes that are free.
+      context, prefill_context: the axes over which decoding's cache and prefill deal positions.
       kv_cache_dtype: see `EngineConfig`.
       prefixes: whether rows hold what they all begin with themselves, or it is held once for all of them.
       prompt_tokens: of the longest row; row b has (b mod 3) fewer, one at least.
@@ -43,6 +46,8 @@ class Case:
     layout: Layout
     prefill_layout: Layout
     attn_all_to_all: AttnAllToAll
+    context: ContextSplit
+    prefill_context: ContextSplit
     collectives: CollectiveMode
     weights: str
     activation_dtype: str
@@ -56,12 +61,12 @@ class Case:
     def decode(self) -> ShardingConfig:
         """Decoding's layout."""
         collectives = CollectiveConfig(self.collectives, self.reduce_dtype)
-        return ShardingConfig(self.layout, self.attn_all_to_all, collectives)
+        return ShardingConfig(self.layout, self.attn_all_to_all, collectives, self.context)
 
     @property
     def prefill(self) -> ShardingConfig:
         """Prefill's layout."""
-        return self.decode.for_prefill(self.prefill_layout)
+        return self.decode.for_prefill(self.prefill_layout, self.prefill_context)
 
     def to_json(self) -> dict[str, str | int]:
         """The fields with enums as their text."""
@@ -76,6 +81,8 @@ class Factors:
     layout: tuple[Layout, ...] = tuple(Layout)
     prefill_layout: tuple[Layout, ...] = tuple(Layout)
     attn_all_to_all: tuple[AttnAllToAll, ...] = tuple(AttnAllToAll)
+    context: tuple[ContextSplit, ...] = CONTEXTS
+    prefill_context: tuple[ContextSplit, ...] = CONTEXTS
     collectives: tuple[CollectiveMode, ...] = tuple(CollectiveMode)
     weights: tuple[str, ...] = ("float32", "bfloat16", "int8")
     activation_dtype: tuple[str, ...] = ("float32", "bfloat16")
@@ -92,7 +99,7 @@ class Factors:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Case))
-LAYOUT, PREFILL, TRADE = (FIELDS.index(name) for name in ("layout", "prefill_layout", "attn_all_to_all"))
+LAYOUT, PREFILL, TRADE, CONTEXT, PREFILL_CONTEXT = range(5)  # the first fields; the others go with any
 Chosen = Mapping[int, Any]
 """Values of some fields, by the field's place."""
 Value = tuple[int, int]
@@ -101,43 +108,64 @@ Value = tuple[int, int]
 
 def refusal(chosen: Chosen, mesh: MeshShape) -> str | None:
     """Why these values cannot run together, None if they can; nothing is said without a decode layout."""
-    if LAYOUT not in chosen:
-        return None
-    layout = chosen[LAYOUT]
-    return _refusal(layout, chosen.get(PREFILL, layout), chosen.get(TRADE, AttnAllToAll.NONE), mesh)
+    return _refusal(*(chosen.get(place) for place in range(PREFILL_CONTEXT + 1)), mesh)
 
 
 @functools.cache
-def _refusal(layout: Layout, prefill: Layout, trade: AttnAllToAll, mesh: MeshShape) -> str | None:
+def _refusal(
+    layout: Layout | None,
+    prefill: Layout | None,
+    trade: AttnAllToAll | None,
+    context: ContextSplit | None,
+    prefill_context: ContextSplit | None,
+    mesh: MeshShape,
+) -> str | None:
+    """`refusal` of the first five fields, None where a value is open."""
+    if layout is None:
+        return None
+    none = ContextSplit.NONE
+
+    def run_together() -> None:
+        decode = ShardingConfig(layout, trade or AttnAllToAll.NONE, context=context or none)
+        first = (layout, none) if prefill is None else (prefill, prefill_context or none)
+        check_pair(decode.for_prefill(*first), decode, mesh)
+
+    return _refused(run_together)
+
+
+def _refused(make: Callable[[], object]) -> str | None:
+    """The reason for which something is refused, without what is allowed; None where it is not."""
     try:
-        decode = ShardingConfig(layout, trade)
-        check_pair(decode.for_prefill(prefill), decode, mesh)
+        make()
     except UserError as error:
         return str(error).split("; allowed")[0]
     return None
 
 
 def illegal_settings(factors: Factors, mesh: MeshShape) -> list[tuple[str, str]]:
-    """What of the factors cannot run, and why: single layouts first, then pairs of the layouts that can."""
-    found = {}
+    """What of the factors cannot run, and why: single layouts first, then pairs of what can."""
+    found: dict[str, str | None] = {}
     for layout in factors.layout:
-        why = refusal({LAYOUT: layout}, mesh)
-        if why is not None:
-            found[f"decode layout {layout.value}"] = why
-            continue
-        others = [(PREFILL, p) for p in factors.prefill_layout] + [
-            (TRADE, t) for t in factors.attn_all_to_all
-        ]
-        for place, value in others:
-            why = refusal({LAYOUT: layout, place: value}, mesh)
-            if why is not None:
-                found[f"decode layout {layout.value}, {FIELDS[place]} {value.value}"] = why
-    return list(found.items())
+        name = f"decode layout {layout.value}"
+        found[name] = refusal({LAYOUT: layout}, mesh)
+        if found[name] is None:
+            found |= {
+                f"{name}, {FIELDS[place]} {value.value}": refusal({LAYOUT: layout, place: value}, mesh)
+                for place in (PREFILL, TRADE, CONTEXT)
+                for value in factors.values[place]
+            }
+    for layout, context in itertools.product(factors.prefill_layout, factors.prefill_context):
+        prefills = functools.partial(ShardingConfig, layout, context=context)
+        found[f"prefill_layout {layout.value}, prefill_context {context.value}"] = _refused(prefills)
+    for trade, context in itertools.product(factors.attn_all_to_all, factors.context):
+        decodes = functools.partial(ShardingConfig, attn_all_to_all=trade, context=context)
+        found[f"attn_all_to_all {trade.value}, context {context.value}"] = _refused(decodes)
+    return [(name, why) for name, why in found.items() if why is not None]
 
 
 def all_cases(factors: Factors, mesh: MeshShape) -> Iterator[Case]:
     """Every legal combination."""
-    layouts, rest = factors.values[: TRADE + 1], factors.values[TRADE + 1 :]
+    layouts, rest = factors.values[: PREFILL_CONTEXT + 1], factors.values[PREFILL_CONTEXT + 1 :]
     for chosen in itertools.product(*layouts):
         if refusal(dict(enumerate(chosen)), mesh) is None:
             yield from (Case(*chosen, *values) for values in itertools.product(*rest))
@@ -217,7 +245,7 @@ class _Covering:
         return [chosen[field] for field in range(len(self.values))] if self._can_run(chosen) else None
 
     def _can_run(self, chosen: Mapping[int, int]) -> bool:
-        layouts = {field: self.values[field][at] for field, at in chosen.items() if field <= TRADE}
+        layouts = {field: self.values[field][at] for field, at in chosen.items() if field <= PREFILL_CONTEXT}
         return refusal(layouts, self.mesh) is None
 
     def _gain(self, field: int, at: int, chosen: Mapping[int, int]) -> int:

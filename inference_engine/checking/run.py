@@ -222,7 +222,7 @@ def _prefilled(
 def _inserted(models: Models, prefix: KVCache, cache: KVCache, batch: int) -> KVCache:
     """Each row of the prefix in the slot of the same number; the prefix itself where the layouts agree."""
     source, target = models.prefill.attention, models.decode.attention
-    if source == target:
+    if source is None or target is None or source.cache == target.cache:
         return prefix
 
     def insert(row: jax.Array, cache: KVCache) -> KVCache:

@@ -13,7 +13,7 @@ from inference_engine.cli.mesh_flags import CUBE, MESH
 from inference_engine.cli.model_flags import AUTO, ModelOptions, model_options
 from inference_engine.cli.options import Flags
 from layers.collectives.mode import CollectiveMode
-from layers.layout import AttnAllToAll, Layout
+from layers.layout import AttnAllToAll, ContextSplit, Layout
 from layers.mesh_shape import MeshShape
 
 
@@ -49,16 +49,20 @@ def check_plan(flags: Flags) -> CheckPlan:
 
 
 def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
-    """Factors that a flag names one value of; --layout names decoding's and prefill's."""
+    """Factors that a flag names one value of; --layout and --context_parallel name two."""
     given = {name: flags[name] for name in flags.given}
-    layouts = {
+    of_both = {
         "layout": given.get("decode_layout", given.get("layout")),
         "prefill_layout": given.get("prefill_layout", given.get("layout")),
+        "decode_context": given.get("decode_context_parallel", given.get("context_parallel")),
+        "prefill_context": given.get("context_parallel"),
     }
+    given |= {name: value for name, value in of_both.items() if value is not None}
     made = {
+        "layout": Layout, "prefill_layout": Layout,
+        "decode_context": ContextSplit, "prefill_context": ContextSplit,
         "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
         "weights": str, "activation_dtype": str, "reduce_dtype": str,
         "kv_cache_dtype": str, "prefixes": str,
     }  # fmt: skip
-    others = {name: (make(given[name]),) for name, make in made.items() if name in given}
-    return {name: (Layout(value),) for name, value in layouts.items() if value is not None} | others
+    return {name: (make(given[name]),) for name, make in made.items() if name in given}

@@ -13,8 +13,8 @@ from inference_engine.cli.terminal import Stream
 
 WIDTH = 120
 _NAMES = (
-    "decode", "prefill", "a2a", "collectives", "wts", "act", "sum", "kv", "prefix", "rows", "len", "error",
-    "tokens", "ties", "",
+    "decode", "prefill", "a2a", "ctx", "pre", "collectives", "wts", "act", "sum", "kv", "prefix", "rows",
+    "len", "error", "tokens", "ties", "",
 )  # fmt: skip
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 

@@ -10,12 +10,13 @@ decoding in 1D and the defaults of `LayoutRequest` beside.
 """
 
 import dataclasses
+import math
 
 from inference_engine.cli.options import Flags, Group, Kind, Option
 from inference_engine.layout_choice import LayoutRequest, Layouts
 from layers.collectives.mode import REDUCE_DTYPES, CollectiveConfig, CollectiveMode
 from layers.errors import UserError
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh_shape import MeshShape
 
 MESH = "mesh"
@@ -39,9 +40,16 @@ def mesh_words(shape: MeshShape, layouts: Layouts) -> str:
         f"mesh {shape}",
         f"layout {before}{decode.layout.value}",
         f"all-to-all {decode.attn_all_to_all.value}",
+        *_context_words(layouts),
         decode.collectives.mode.value,
     )
     return ", ".join(parts)
+
+
+def _context_words(layouts: Layouts) -> tuple[str, ...]:
+    """How positions are dealt, if they are."""
+    dealt = ["".join(step.attention.context) or "none" for step in (layouts.prefill, layouts.decode)]
+    return (f"context {' → '.join(dict.fromkeys(dealt))}",) if set(dealt) != {"none"} else ()
 
 
 def mesh_group(default_mesh: str = "", *, every_value: bool = False) -> Group:
@@ -49,6 +57,7 @@ def mesh_group(default_mesh: str = "", *, every_value: bool = False) -> Group:
     defaults = ShardingConfig()
     unset = "every one" if every_value else ""
     layouts = tuple(value.value for value in Layout) + (() if every_value else (AUTO,))
+    contexts = tuple(value.value for value in ContextSplit)
     return Group(
         "Mesh",
         (
@@ -64,6 +73,13 @@ def mesh_group(default_mesh: str = "", *, every_value: bool = False) -> Group:
             Option("attn_all_to_all", "mesh axes that attention splits the batch over", Kind.CHOICE,
                    choices=tuple(value.value for value in AttnAllToAll),
                    shown_default=unset or defaults.attn_all_to_all.value),
+            Option("context_parallel",
+                   "mesh axes that deal a text's positions: prompts by ring attention, and the KV cache",
+                   Kind.CHOICE, choices=contexts, metavar="AXES", allowed=", ".join(contexts),
+                   shown_default=unset or ContextSplit.NONE.value),
+            Option("decode_context_parallel", "those of decoding and its KV cache alone", Kind.CHOICE,
+                   choices=contexts, metavar="AXES", allowed=", ".join(contexts),
+                   shown_default=unset or "--context_parallel"),
             Option("collectives", "form of the collective matmuls", Kind.CHOICE,
                    choices=tuple(value.value for value in CollectiveMode),
                    shown_default=unset or defaults.collectives.mode.value),
@@ -97,15 +113,20 @@ def mesh_options(flags: Flags) -> MeshOptions | None:
         _layout(flags["decode_layout"] or flags["layout"]),
         AttnAllToAll(flags["attn_all_to_all"] or defaults.attn_all_to_all),
         collectives,
+        ContextSplit(flags["context_parallel"] or ContextSplit.NONE),
+        ContextSplit(flags["decode_context_parallel"] or flags["context_parallel"] or ContextSplit.NONE),
     )
     return MeshOptions(MeshShape.parse(flags[MESH]), request)
 
 
 def chunk_multiple(mesh: MeshOptions | None) -> int:
     """What prefill chunks must be multiples of, for the prefill layout asked for to split their time."""
-    if mesh is None or mesh.layouts.prefill is None:
+    if mesh is None:
         return 1
-    return mesh.shape.over(mesh.layouts.prefill.form.time)
+    context = mesh.shape.over(mesh.layouts.prefill_context.axes)
+    if mesh.layouts.prefill is None:
+        return context
+    return math.lcm(context, mesh.shape.over(mesh.layouts.prefill.form.time))
 
 
 def _layout(text: str | None) -> Layout | None:

@@ -77,13 +77,14 @@ class EngineOptions:
     ) -> EngineConfig:
         """The engine's settings for a model of `max_positions` on a device that likes `activation_dtype`.
 
-        A prefill chunk that was not asked for is made of whole `chunk_multiple`s.
+        A prefill chunk that was not asked for is made of whole `chunk_multiple`s: where chips split its
+        time, each has as many tokens of it as one device would.
 
         Raises UserError: a size below 1.
         """
         limit = max_positions or self.config.max_context
         context = self.max_context or min(self.config.max_context, limit)
-        chunk = min(self.config.prefill_chunk, context)
+        chunk = min(self.config.prefill_chunk * chunk_multiple, context)
         return dataclasses.replace(
             self.config,
             slots=self.slots or self.config.slots,
