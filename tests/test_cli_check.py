@@ -21,9 +21,9 @@ from tests.cli_runs import Run
 from tests.tiny_checkpoint import TINY, save_tiny
 
 FIELDS = {
-    "layout", "prefill_layout", "attn_all_to_all", "collectives", "weights", "activation_dtype",
-    "reduce_dtype", "kv_cache_dtype", "prefixes", "batch", "prompt_tokens", "max_rel_err", "tokens_equal",
-    "ties", "ok",
+    "layout", "prefill_layout", "attn_all_to_all", "context", "prefill_context", "collectives", "weights",
+    "activation_dtype", "reduce_dtype", "kv_cache_dtype", "prefixes", "batch", "prompt_tokens", "max_rel_err",
+    "tokens_equal", "ties", "ok",
 }  # fmt: skip
 
 
@@ -84,9 +84,11 @@ def test_a_flag_narrows_the_check(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--json", "--exhaustive", "--weights", "int8", "--collectives", "latency", "--layout", "1d")
-    (value,) = _check(tiny, monkeypatch, capsys, *words).rows
-    found = {(row["weights"], row["collectives"], row["layout"]) for row in value["rows"]}
-    assert found == {("int8", "latency", "1d")}
+    contexts = ("--context_parallel", "xz", "--decode_context_parallel", "none")
+    (value,) = _check(tiny, monkeypatch, capsys, *words, *contexts).rows
+    names = ("weights", "collectives", "layout", "prefill_context", "context")
+    found = {tuple(row[name] for name in names) for row in value["rows"]}
+    assert found == {("int8", "latency", "1d", "xz", "none")}
     assert len(value["rows"]) == 4 * 2 * 2 * 2 * 2 * 3 * 3
 
 

@@ -24,7 +24,7 @@ from layers.embedding import unembed
 from layers.hparams import HParams, Rope
 from layers.kv_cache import CacheShape, KVCache, Segment
 from layers.kv_quantization import quantize_kv
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.shared_prefix import SharedPrefixes
@@ -229,6 +229,7 @@ def test_an_engine_without_a_pool_says_so() -> None:
         one_device(CONFIG).empty_pool()
 
 
+DEALT = ShardingConfig(attn_all_to_all=AttnAllToAll.AXIS_Z, context=ContextSplit.XY)
 SHARDINGS = {
     "2d_yzx": (ShardingConfig(attn_all_to_all=AttnAllToAll.AXES_YZX), None),
     "1d_none": (ShardingConfig(Layout.WEIGHT_STATIONARY_1D), None),
@@ -238,6 +239,8 @@ SHARDINGS = {
     "batch_z_after_time": (
         ShardingConfig(Layout.WEIGHT_STATIONARY_2D_BATCH_Z), ShardingConfig(Layout.WEIGHT_GATHERED_XYZ_TIME)
     ),
+    "dealt": (DEALT, DEALT.for_prefill(Layout.WEIGHT_STATIONARY_2D, ContextSplit.XY)),
+    "dealt_anew": (DEALT, DEALT.for_prefill(Layout.WEIGHT_GATHERED_X, ContextSplit.YZ)),
 }  # fmt: skip
 
 

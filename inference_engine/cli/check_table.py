@@ -2,7 +2,7 @@
 
 Worked example: a row is
 
-    2d     gathered_xy yzx latency     int8 f32 f32 auto own 3    5   2.1e-06 equal  0    ok
+    2d     gathered_xy yzx –   z   latency int8 f32 f32 auto own 3    5   2.1e-06 equal  0    ok
 """
 
 import io
@@ -13,10 +13,10 @@ from inference_engine.cli.terminal import Stream
 
 WIDTH = 120
 _NAMES = (
-    "decode", "prefill", "a2a", "ctx", "pre", "collectives", "wts", "act", "sum", "kv", "prefix", "rows",
+    "decode", "prefill", "a2a", "ctx", "pre", "mode", "wts", "act", "sum", "kv", "prefix", "rows",
     "len", "error", "tokens", "ties", "",
 )  # fmt: skip
-_SHORT = {"float32": "f32", "bfloat16": "bf16"}
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "none": "–"}
 
 
 def table(rows: Sequence[Row]) -> str:
