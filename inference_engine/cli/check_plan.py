@@ -54,13 +54,13 @@ def _narrowed(flags: Flags) -> dict[str, tuple[Any, ...]]:
     of_both = {
         "layout": given.get("decode_layout", given.get("layout")),
         "prefill_layout": given.get("prefill_layout", given.get("layout")),
-        "decode_context": given.get("decode_context_parallel", given.get("context_parallel")),
+        "context": given.get("decode_context_parallel", given.get("context_parallel")),
         "prefill_context": given.get("context_parallel"),
     }
     given |= {name: value for name, value in of_both.items() if value is not None}
     made = {
         "layout": Layout, "prefill_layout": Layout,
-        "decode_context": ContextSplit, "prefill_context": ContextSplit,
+        "context": ContextSplit, "prefill_context": ContextSplit,
         "attn_all_to_all": AttnAllToAll, "collectives": CollectiveMode,
         "weights": str, "activation_dtype": str, "reduce_dtype": str,
         "kv_cache_dtype": str, "prefixes": str,
