@@ -63,11 +63,11 @@ class LazyArray:
         return np.asarray(out[kept], out.dtype)  # also where no dim is left
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All elements; a copy is always made, as nothing is kept."""
+        """All elements, read now; of a mapped file they may be a read-only view."""
         if copy is False:
             raise ValueError("a lazy array has no memory to share")
         out = self[...]
-        return out if dtype is None else out.astype(dtype)
+        return np.array(out, dtype) if copy else out if dtype is None else out.astype(dtype)
 
 
 def _as_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, frozenset[int]]:

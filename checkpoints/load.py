@@ -1,17 +1,19 @@
 """The one entry point from an opened checkpoint to `Params` on a device.
 
-Layers are read, moved and preprocessed one after another, so that beyond the result the host and the device
-hold one layer at a time; the program that folds and fuses a layer is compiled once and its inputs are
-donated.
+The program that folds and fuses a layer, and writes it into the stack in place, is compiled before anything
+is read. So it is known which part of each leaf a chip needs: a leaf is read by one of a few workers, its
+shards are put where they are wanted, and it is let go. Layers follow each other; beyond the result, what is
+alive is a few leaves as read, one layer's shards, and the program's own memory, about one more layer.
 
-Data flow: `CheckpointState` (lazy) → one layer's leaves on the device → `preprocess_layer` → `Params`.
+Data flow: `CheckpointState` (lazy) → leaf → its shards → `preprocess_layer`, into the stack → `Params`.
 
-Worked example: PaLM 8B in bfloat16 ends as 17.3 GB; while loading, one float32 layer more (1.0 GB) is alive.
+Worked example: PaLM 8B in bfloat16 ends as 17.3 GB; while loading, a float32 layer (1.0 GB) is alive twice.
 """
 
 import concurrent.futures
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints.heap import release_free_memory
+from checkpoints.heap import large_blocks_returned
 from checkpoints.int8 import quantize_state, shared_output_scale
 from checkpoints.preprocess import layer_leaves, preprocess_ends, preprocess_layer
 from checkpoints.state import CheckpointState, Entry, QuantizedTensor
@@ -87,10 +89,8 @@ class LoadOptions:
         return shardings(self.placement.mesh, param_specs(params, self.placement.storage))
 
 
-Pair = tuple[Any, Any]
-"""An int8 kernel's values and scales."""
-Loaded = dict[str, Any]
-"""Key → array, or `QuantizedTensor` of arrays."""
+Leaves = dict[str, Any]
+"""Key → array, or (value, scale) of an int8 kernel."""
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
 
@@ -115,45 +115,69 @@ def load_params(
         check_model(hparams, options.placement.shape)
     weights = quantize_state(state).weights if options.weights is WeightsDtype.INT8 else state.weights
     reader = _Reader(sum(map(_nbytes, weights.values())), progress)
-    programs = _Programs(hparams, options)
-    ends = programs.ends(reader.read({key: entry for key, entry in weights.items() if "/" not in key}))
-    if options.weights is WeightsDtype.INT8 and hparams.fused:
-        for index in range(hparams.layers):
-            shared_output_scale(weights, index)  # one matmul serves both outputs
-    layers = (programs.layer(reader.read(layer_leaves(weights, i))) for i in range(hparams.layers))
-    return dataclasses.replace(ends, layers=programs.stack(layers) if options.stacked else tuple(layers))
+    programs = _Programs(hparams, options, reader)
+    with large_blocks_returned():
+        ends = programs.ends({key: entry for key, entry in weights.items() if "/" not in key})
+        if options.weights is WeightsDtype.INT8 and hparams.fused:
+            for index in range(hparams.layers):
+                shared_output_scale(weights, index)  # one matmul serves both outputs
+        layers = (layer_leaves(weights, index) for index in range(hparams.layers))
+        held = programs.stack(layers) if options.stacked else tuple(map(programs.layer, layers))
+    return dataclasses.replace(ends, layers=held)
 
 
 class _Programs:
     """The compiled pieces of a load, each putting its result where it belongs."""
 
-    def __init__(self, hparams: HParams, options: LoadOptions) -> None:
-        self.hparams, self.options = hparams, options
-        self._layer: Callable[..., LayerParams] | None = None
+    def __init__(self, hparams: HParams, options: LoadOptions, reader: "_Reader") -> None:
+        self.hparams, self.options, self.reader = hparams, options, reader
+        self._compiled: dict[Any, Any] = {}
 
-    def ends(self, leaves: Loaded) -> Params:
+    def ends(self, entries: Mapping[str, Entry]) -> Params:
         """Everything but the layers, as `Params` without layers."""
         dtype, storage = self.options.weights.float_dtype, self.options.storage
 
-        def program(leaves: Loaded) -> Params:
+        def program(leaves: Leaves) -> Params:
             return Params(layers=(), **preprocess_ends(self.hparams, leaves, dtype, storage))
 
-        target = self.options.shardings(jax.eval_shape(program, leaves))
-        return jax.jit(program, out_shardings=target)(leaves)
+        target = self.options.shardings(jax.eval_shape(program, _shapes(entries)))
+        return self._run(program, entries, target)
 
-    def layer(self, leaves: Loaded) -> LayerParams:
-        """One layer; its program is compiled once."""
-        release_free_memory()
-        floats, pairs = _split(leaves)
-        if self._layer is None:
-            target = self._layer_shardings(jax.eval_shape(self._preprocess, floats, pairs), stacked=False)
-            self._layer = jax.jit(self._preprocess, out_shardings=target)
-        return self._layer(floats, pairs)
+    def layer(self, entries: Mapping[str, Entry]) -> LayerParams:
+        """One layer."""
+        target = self._layer_shardings(jax.eval_shape(self._preprocess, _shapes(entries)), stacked=False)
+        return self._run(self._preprocess, entries, target)
 
-    def _preprocess(self, floats: Loaded, pairs: dict[str, Pair]) -> LayerParams:
-        quantized = {key: QuantizedTensor(*pair) for key, pair in pairs.items()}
+    def stack(self, layers: Iterator[Mapping[str, Entry]]) -> LayerParams:
+        """Layers one after another into one stack that is written in place."""
+        first = next(layers)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((self.hparams.layers, *leaf.shape), leaf.dtype),
+            jax.eval_shape(self._preprocess, _shapes(first)),
+        )
+        target = self._layer_shardings(shapes, stacked=True)
+
+        def put(leaves: Leaves, stack: LayerParams, index: jax.Array) -> LayerParams:
+            return jax.tree.map(
+                lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
+                stack,
+                self._preprocess(leaves),
+            )
+
+        def empty() -> LayerParams:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        stack = jax.jit(empty, out_shardings=target)()
+        for index, entries in enumerate(itertools.chain((first,), layers)):
+            stack = self._run(put, entries, target, stack, np.int32(index))
+        return stack
+
+    def _preprocess(self, leaves: Leaves) -> LayerParams:
+        quantized = {
+            key: QuantizedTensor(*leaf) if isinstance(leaf, tuple) else leaf for key, leaf in leaves.items()
+        }
         dtype, storage = self.options.weights.float_dtype, self.options.storage
-        return preprocess_layer(self.hparams, floats | quantized, dtype, storage)
+        return preprocess_layer(self.hparams, quantized, dtype, storage)
 
     def _layer_shardings(self, layer: LayerParams, *, stacked: bool) -> LayerParams | None:
         """Shardings of one layer, or of a stack of layers."""
@@ -161,31 +185,35 @@ class _Programs:
         target = self.options.shardings(whole)
         return None if target is None else target.layers if stacked else target.layers[0]
 
-    def stack(self, layers: Iterator[LayerParams]) -> LayerParams:
-        """Layers one after another into one stack that is written in place."""
-        layer = next(layers)
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((self.hparams.layers, *leaf.shape), leaf.dtype), layer
-        )
-        target = self._layer_shardings(shapes, stacked=True)
+    def _run(self, program: Callable[..., Any], entries: Mapping[str, Entry], target: Any, *into: Any) -> Any:
+        """Reads the entries to where the program wants them, and runs it; its second argument is donated.
 
-        def put(stack: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
-            return jax.tree.map(
-                lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
-            )
+        The result is awaited, and the leaves are let go, before the next ones are read.
+        """
+        shapes = _shapes(entries)
+        key = (program, tuple(jax.tree.leaves(shapes)))
+        if key not in self._compiled:
+            jitted = jax.jit(program, donate_argnums=(1,) if into else (), out_shardings=target)
+            self._compiled[key] = jitted.lower(shapes, *into).compile()
+        compiled = self._compiled[key]
+        leaves = self.reader.read(entries, compiled.input_shardings[0][0])
+        return jax.block_until_ready(compiled(leaves, *into))
 
-        def empty() -> LayerParams:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-        place = jax.jit(put, donate_argnums=0, out_shardings=target)
-        stack = jax.jit(empty, out_shardings=target)()
-        # Each layer is awaited and let go before the next one is read: memory holds one at a time.
-        stack = jax.block_until_ready(place(stack, layer, np.int32(0)))
-        for index in range(1, self.hparams.layers):
-            del layer
-            layer = next(layers)
-            stack = jax.block_until_ready(place(stack, layer, np.int32(index)))
-        return stack
+def _shapes(entries: Mapping[str, Entry]) -> Leaves:
+    """Shapes of entries as a program is given them: an int8 kernel is a pair of value and scale."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)),
+        _pairs(entries),
+        is_leaf=lambda node: not isinstance(node, (dict, tuple)),
+    )
+
+
+def _pairs(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {
+        key: (entry.qvalue, entry.scale) if isinstance(entry, QuantizedTensor) else entry
+        for key, entry in entries.items()
+    }
 
 
 def _nbytes(entry: Entry) -> int:
@@ -200,10 +228,11 @@ class _Reader:
     def __init__(self, total: int, progress: Progress) -> None:
         self.total, self.done, self.progress = total, 0, progress
 
-    def read(self, entries: Mapping[str, Any]) -> Loaded:
-        """The same entries as arrays."""
+    def read(self, entries: Mapping[str, Entry], target: Any) -> Leaves:
+        """The same entries as arrays, each where `target` says."""
+        pairs = _pairs(entries)
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as workers:
-            arrays = workers.map(_read_entry, entries.values())
+            arrays = workers.map(_place, pairs.values(), (target[key] for key in pairs))
             loaded = {}
             for (key, entry), array in zip(entries.items(), arrays, strict=True):
                 loaded[key] = array
@@ -212,16 +241,8 @@ class _Reader:
         return loaded
 
 
-def _read_entry(entry: Entry) -> Any:
-    if isinstance(entry, QuantizedTensor):
-        return QuantizedTensor(_read_entry(entry.qvalue), _read_entry(entry.scale))
-    return np.asarray(entry[...])
-
-
-def _split(leaves: Loaded) -> tuple[Loaded, dict[str, Pair]]:
-    """Float leaves, and int8 ones as (value, scale): pytrees for a jit boundary."""
-    floats = {key: leaf for key, leaf in leaves.items() if not isinstance(leaf, QuantizedTensor)}
-    pairs = {
-        key: (leaf.qvalue, leaf.scale) for key, leaf in leaves.items() if isinstance(leaf, QuantizedTensor)
-    }
-    return floats, pairs
+def _place(entry: Any, target: Any) -> Any:
+    """Reads one leaf, or a pair, and puts its shards on their devices."""
+    if isinstance(entry, tuple):
+        return tuple(map(_place, entry, target))
+    return jax.block_until_ready(jax.device_put(np.asarray(entry[...]), target))

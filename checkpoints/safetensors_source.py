@@ -1,7 +1,8 @@
 """Named arrays from safetensors files: one file, or shards that an index names.
 
 The header says names, dtypes, shapes and places; the package `safetensors` checks it against the file's size,
-so a header that claims terabytes costs nothing. Data are mapped, and copied rectangle by rectangle.
+so a header that claims terabytes costs nothing. Data are mapped: a rectangle is a view of the file, and only
+what a device is given of it is copied.
 
 Data flow: path → header of each shard → `NamedArrays` of lazy arrays; an array's dtype is its stored one.
 
@@ -12,15 +13,15 @@ a tensor is; a shard must hold exactly the tensors that the index places in it.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from checkpoints.files import check_inside, read_json_object
-from checkpoints.lazy import Box, LazyArray
+from checkpoints.lazy import ArrayLike, LazyArray
 from layers.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,25 +52,26 @@ def read_safetensors(path: Path) -> dict[str, LazyArray]:
     one name, or a dtype that is not supported.
     """
     check_inside(path)
-    _check_names(path)
-    shard = _Shard(path)
+    shard = _Shard(path, _header(path))
     return {name: shard.array(name) for name in shard.names()}
 
 
-def read_sharded(index: Path) -> dict[str, LazyArray]:
-    """The tensors of all shards that an index names.
+def read_sharded(
+    index: Path, read_file: Callable[[Path], Mapping[str, ArrayLike]] = read_safetensors
+) -> dict[str, ArrayLike]:
+    """The tensors of all shards that an index names, each as `read_file` gives it.
 
     Raises UserError naming the file: the index is damaged, names a file outside its folder or one that is
     missing, or a shard holds other tensors than the index says.
     """
     placed = _weight_map(index)
-    arrays: dict[str, LazyArray] = {}
+    arrays: dict[str, ArrayLike] = {}
     for shard in dict.fromkeys(placed.values()):
         path = index.parent / shard
         if not path.is_file():
             name = next(name for name, where in placed.items() if where == shard)
             raise UserError(f"{index}: {name} is in {shard}, which is missing")
-        here = read_safetensors(path)
+        here = read_file(path)
         missing = [name for name, where in placed.items() if where == shard and name not in here]
         if missing:
             raise UserError(f"{path}: no {missing[0]}, although {index.name} says that it is there")
@@ -93,8 +95,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
-def _check_names(path: Path) -> None:
-    """Refuse names that are not printable or there twice: of two, the package would keep one in silence."""
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    """Where data begin in a file, and what its header says of each tensor; the package checks the latter."""
+
+    start: int
+    tensors: Mapping[str, Any]
+
+
+def _header(path: Path) -> _Header:
+    """The header; refuses names that are not printable or there twice: the package would keep one of two."""
     try:
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -107,7 +117,8 @@ def _check_names(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        names = [name for name, _ in json.loads(header, object_pairs_hook=list)]
+        pairs = json.loads(header, object_pairs_hook=list)
+        names = [name for name, _ in pairs]
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: truncated or no safetensors file (its header is no JSON: {_line(error)})"
@@ -118,6 +129,8 @@ def _check_names(path: Path) -> None:
     if len(set(names)) < len(names):
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise UserError(f"{path}: two tensors are named {twice[:80]}")
+    tensors = {name: dict(said) for name, said in pairs if isinstance(said, list)}
+    return _Header(_LENGTH_BYTES + length, tensors)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +138,7 @@ class _Shard:
     """One open file."""
 
     path: Path
+    header: _Header
 
     @functools.cached_property
     def file(self) -> "safe_open":
@@ -146,19 +160,21 @@ class _Shard:
 
     def array(self, name: str) -> LazyArray:
         """One tensor, which is read when asked for."""
-        header = self.file.get_slice(name)
-        dtype = _DTYPES.get(header.get_dtype())
+        checked = self.file.get_slice(name)
+        dtype, shape = _DTYPES.get(checked.get_dtype()), tuple(checked.get_shape())
         if dtype is None:
             raise UserError(
-                f"{self.path}: {name[:80]} has dtype {header.get_dtype()}, which is not supported; "
+                f"{self.path}: {name[:80]} has dtype {checked.get_dtype()}, which is not supported; "
                 f"supported: {', '.join(_DTYPES)}"
             )
-        return LazyArray(tuple(header.get_shape()), dtype, functools.partial(self._read, name))
+        first, last = (self.header.start + int(at) for at in self.header.tensors[name]["data_offsets"])
+        stored = self.bytes[first:last].view(dtype).reshape(shape)
+        return LazyArray(shape, dtype, stored.__getitem__)
 
-    def _read(self, name: str, box: Box) -> np.ndarray:
-        if not box:
-            return np.asarray(self.file.get_tensor(name))
-        return np.asarray(self.file.get_slice(name)[box])
+    @functools.cached_property
+    def bytes(self) -> np.ndarray:
+        """The mapped file; a plain array, whose slices cost less than a memmap's."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r"))
 
 
 def _line(error: BaseException) -> str:

@@ -158,6 +158,8 @@ def _arrange(leaf: Any, heads: PaddedHeads, axis: int, kv: bool) -> Any:
         scale = leaf.scale if scale_axis < 0 else _arrange(leaf.scale, heads, scale_axis, kv)
         return QuantizedTensor(_arrange(leaf.qvalue, heads, axis, kv), scale)
     order = np.array(heads.kv_order if kv else heads.order)
+    if np.array_equal(order, np.arange(leaf.shape[axis])):
+        return leaf  # a gather, even of every head in its place, would have each chip hold them all
     present = (order >= 0).reshape([-1 if dim == axis else 1 for dim in range(leaf.ndim)])
     taken = jnp.take(leaf, np.maximum(order, 0), axis=axis)
     return jnp.where(present, taken, jnp.zeros_like(taken))

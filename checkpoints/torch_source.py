@@ -46,6 +46,7 @@ def read_torch(path: Path) -> NamedArrays:
     anything but describe tensors, a storage that is missing, compressed or too short.
     """
     check_inside(path)
+    _check_zip(path)
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
@@ -62,13 +63,26 @@ def read_torch(path: Path) -> NamedArrays:
     except RefusedError as error:
         raise UserError(f"{path}: {error}") from None
     tensors = _tensors(path, described)
-    data = np.memmap(path, np.uint8, "r")
+    data = np.asarray(np.memmap(path, np.uint8, "r"))
     starts = {name: _start(path, data, member) for name, member in members.items() if name.startswith(prefix)}
     arrays = {
         name: _array(path, name, tensor, members.get(prefix + tensor.key), starts, data)
         for name, tensor in tensors.items()
     }
     return NamedArrays(str(path), arrays, {})
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse what PyTorch wrote before it wrote zip files: all of it is one pickle."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(4)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if head.startswith(b"\x80"):
+        raise UserError(
+            f"{path}: a bare pickle, as PyTorch wrote before 1.6, which is not read; save it anew"
+        )
 
 
 def _pickle(
@@ -150,4 +164,4 @@ class _Read:
         if not math.prod(shape):
             return np.zeros(shape, self.flat.dtype)[box]
         steps = tuple(step * self.flat.itemsize for step in self.tensor.stride)
-        return np.array(np.lib.stride_tricks.as_strided(self.flat, shape, steps, writeable=False)[box])
+        return np.lib.stride_tricks.as_strided(self.flat, shape, steps, writeable=False)[(*box, ...)]

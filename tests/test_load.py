@@ -1,6 +1,8 @@
 """Laws of loading: forms agree, progress adds up, what cannot be is refused."""
 
 import dataclasses
+import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +10,19 @@ import numpy as np
 import pytest
 
 from checkpoints.int8 import quantize_state
-from checkpoints.load import LoadOptions, WeightsDtype, load_params
+from checkpoints.lazy import Box, LazyArray
+from checkpoints.load import WORKERS, LoadOptions, MeshPlacement, WeightsDtype, load_params
 from checkpoints.preprocess import preprocess
-from checkpoints.state import state_spec
+from checkpoints.state import CheckpointState, state_spec
 from checkpoints.synthetic import synthetic_state
 from configs.models import palm_shakespeare
 from inference_engine.model import OneDeviceModel
 from layers.errors import UserError
 from layers.hparams import Block, HParams, NormPlacement
 from layers.kv_cache import KVCache
+from layers.layout import Layout
+from layers.mesh import make_mesh
+from layers.mesh_shape import MeshShape
 from layers.params import Params, layer_params
 from tests.engines import SMALL
 
@@ -48,6 +54,42 @@ def test_progress_ends_at_all_bytes() -> None:
     expected = 4 * sum(int(np.prod(shape)) for shape in state_spec(SMALL).values())
     assert calls[-1] == (expected, expected)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_at_most_one_leaf_a_worker_is_alive_as_read() -> None:
+    """A leaf that was read is let go when its shards stand, before the rest of its layer is read."""
+    alive, most, lock = 0, 0, threading.Lock()
+
+    def counted(change: int) -> None:
+        nonlocal alive, most
+        with lock:
+            alive += change
+            most = max(most, alive)
+
+    def watched(entry: LazyArray) -> LazyArray:
+        def fetch(box: Box) -> np.ndarray:
+            read = np.ascontiguousarray(entry.fetch(box))
+            # Where it is aligned a device would take the memory itself, and no second one would be needed.
+            memory = np.empty(read.nbytes + 128, np.uint8)
+            start = 4 - memory.ctypes.data % 64 + 64
+            unaligned = memory[start : start + read.nbytes].view(read.dtype).reshape(read.shape)
+            unaligned[...] = read
+            counted(1)
+            weakref.finalize(memory, counted, -1)
+            return unaligned
+
+        return LazyArray(entry.shape, entry.dtype, fetch)
+
+    # Five layers of eight leaves: held by the layer, eight would be alive.
+    hparams = dataclasses.replace(SMALL, layers=5)
+    whole = synthetic_state(hparams)
+    weights = {key: watched(entry) for key, entry in whole.weights.items()}
+    assert len(weights) / hparams.layers >= 2 * WORKERS
+    mesh = MeshShape(2, 2, 2)
+    placement = MeshPlacement(Layout.WEIGHT_STATIONARY_2D.form.storage, mesh, make_mesh(mesh))
+    load_params(CheckpointState(hparams, weights), LoadOptions(placement=placement))
+    assert 1 <= most <= WORKERS + 1  # a worker's next leaf may come before its last one's end is seen
+    assert alive == 0
 
 
 @pytest.mark.parametrize("weights", [WeightsDtype.FLOAT32, WeightsDtype.BFLOAT16])
