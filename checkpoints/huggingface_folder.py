@@ -3,26 +3,33 @@
     PATH/config.json                                the form
     PATH/model.safetensors                          the weights, or
     PATH/model.safetensors.index.json and shards    the weights in several files
+    PATH/pytorch_model.bin, or its index and shards the same as PyTorch files, where there is no safetensors
     PATH/tokenizer.json, or tokenizer.model         the tokenizer, where there is one
 
 Links that lead out of the folder are refused, save those of the hub's own cache.
 
 Data flow: path → config and headers → `NamedArrays`; `formats` finds the reader by the config's model type.
 
-Worked example: a folder with `pytorch_model.bin` only is refused: its weights are a pickle.
+Worked example: of a folder with `pytorch_model.bin` only, the pickle in it is understood without being run
+(`torch_pickle`), and refused if it is more than a dict of tensors.
 """
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoints.files import check_inside, read_json_object
+from checkpoints.lazy import ArrayLike
 from checkpoints.named_arrays import NamedArrays
 from checkpoints.safetensors_source import INDEX_SUFFIX, SUFFIX, read_safetensors, read_sharded
+from checkpoints.torch_source import read_torch
 from layers.errors import UserError
 
 CONFIG = "config.json"
 _INDEX, _SINGLE = f"model{INDEX_SUFFIX}", f"model{SUFFIX}"
+_TORCH_SINGLE = "pytorch_model.bin"
+_TORCH_INDEX = f"{_TORCH_SINGLE}.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -61,11 +68,15 @@ def find_files(path: Path) -> HuggingFaceFiles:
 def read_named(files: HuggingFaceFiles, source: str) -> NamedArrays:
     """Config and tensors, lazily. Raises UserError naming the file that is damaged."""
     config = read_json_object(files.config)
-    if files.weights.name.endswith(INDEX_SUFFIX):
-        arrays = read_sharded(files.weights)
-    else:
-        arrays = read_safetensors(files.weights)
+    name = files.weights.name
+    read_file = _read_torch if name.startswith(_TORCH_SINGLE) else read_safetensors
+    sharded = name.endswith((INDEX_SUFFIX, _TORCH_INDEX))
+    arrays = read_sharded(files.weights, read_file) if sharded else read_file(files.weights)
     return NamedArrays(source, arrays, config)
+
+
+def _read_torch(path: Path) -> Mapping[str, ArrayLike]:
+    return read_torch(path).arrays
 
 
 def _weights(folder: Path) -> Path:
@@ -81,7 +92,7 @@ def _weights(folder: Path) -> Path:
         raise UserError(
             f"{folder}: {len(files)} safetensors files without {_INDEX}; name one, or add the index"
         )
-    pickles = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
-    if pickles is not None:
-        raise UserError(f"{folder}: weights in {pickles}, a pickle, which is not read; expected {_SINGLE}")
-    raise UserError(f"{folder}: no weights in it; expected {_SINGLE} or {_INDEX}")
+    for name in (_TORCH_INDEX, _TORCH_SINGLE):
+        if name in names:
+            return folder / name
+    raise UserError(f"{folder}: no weights in it; expected {_SINGLE}, {_INDEX} or {_TORCH_SINGLE}")
