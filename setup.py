@@ -67,7 +67,16 @@ setup(
         # The TPU compiler runs without a TPU; later wheels cannot print every program.
         "tpu-compiler": ["libtpu==0.0.42.1; platform_system == 'Linux' and platform_machine == 'x86_64'"],
         "plots": ["matplotlib>=3.9"],
-        # The independent implementations that the stored reference logits come from.
-        "oracles": ["accelerate>=1", "torch==2.13.0", "transformers>=5", "palm-inference[hf]"],
+        # The independent implementations that the stored reference logits come from, and what the PaLM
+        # packages import; these themselves the tests fetch, each release alone (tests/palm_originals.py).
+        "oracles": [
+            "accelerate>=1",
+            "beartype>=0.20",
+            "einops>=0.8",
+            "equinox>=0.13",
+            "torch==2.13.0",
+            "transformers>=5",
+            "palm-inference[hf]",
+        ],
     },
 )

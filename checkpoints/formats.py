@@ -16,11 +16,15 @@ import difflib
 import enum
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints.gguf_header import MAGIC
 from checkpoints.gguf_source import read_gguf
 from checkpoints.huggingface_folder import CONFIG, find_files, read_named
+from checkpoints.leaves_source import MAGIC as LEAF_MAGIC
+from checkpoints.leaves_source import read_leaves
+from checkpoints.named_arrays import NamedArrays
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_metadata import METADATA_FILE
 from checkpoints.orbax_store import PARTIAL, open_orbax
@@ -35,7 +39,7 @@ from layers.errors import UserError
 
 EXPECTED = (
     f"expected a folder with {METADATA_FILE} (a saved checkpoint), a Hugging Face folder (safetensors), "
-    "a T5X folder, a GGUF file, a PyTorch .pt file or an .npz file of named tensors"
+    "a T5X folder, a GGUF file, a PyTorch .pt file, an .npz file of named tensors or PaLM-jax's leaves"
 )
 
 
@@ -48,6 +52,7 @@ class Container(enum.Enum):
     GGUF = "a GGUF file"
     TORCH = "a PyTorch file"
     T5X = "a T5X folder"
+    LEAVES = "a list of NumPy arrays"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,6 @@ _FOREIGN_FILES = (
     _Foreign(b"\x89PNG\r\n\x1a\n", "a PNG image"),
     _Foreign(b"%PDF", "a PDF document"),
     _Foreign(b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    _Foreign(b"\x93NUMPY", "a single NumPy array"),
     _Foreign(b"\x1f\x8b", "a gzip file"),
     _Foreign(b"\x80\x02", "a Python pickle, which is never loaded"),
     _Foreign(b"\x80\x03", "a Python pickle, which is never loaded"),
@@ -90,21 +94,37 @@ def open_checkpoint(path: Path | str, options: ReaderOptions | None = None) -> O
     path, options = Path(path), options or ReaderOptions()
     container = detect(path)
     if container is Container.ORBAX:
-        if options != ReaderOptions():
+        if options.gamma_offset is not None:
             raise UserError(
                 f"{path}: a saved checkpoint already says how its norm gains act; drop gamma_offset"
             )
+        _refuse_head_width(path, options)
         return dataclasses.replace(open_orbax(path), family=container.value)
+    if container in (Container.GGUF, Container.T5X):
+        _refuse_head_width(path, options)
     if container is Container.GGUF:
         return _open_gguf(path, options)
     if container is Container.T5X:
         return OpenedCheckpoint(str(path), t5x_palm.read(read_t5x(path), options), family="PaLM (T5X)")
     files = find_files(path) if container is Container.HUGGING_FACE else None
-    read = read_torch if container is Container.TORCH else read_npz
-    named = read(path) if files is None else read_named(files, str(path))
+    named = _READ[container](path) if files is None else read_named(files, str(path))
     reader = find_reader(named)
+    if not reader.asks_head_width:
+        _refuse_head_width(path, options)
     tokenizer = None if files is None else files.tokenizer
     return OpenedCheckpoint(str(path), reader.read(named, options), tokenizer, family=reader.name)
+
+
+def _refuse_head_width(path: Path, options: ReaderOptions) -> None:
+    if options.dim_head is not None:
+        raise UserError(f"{path}: this file already says how wide its heads are; drop dim_head")
+
+
+_READ: dict[Container, Callable[[Path], NamedArrays]] = {
+    Container.TORCH: read_torch,
+    Container.NPZ: read_npz,
+    Container.LEAVES: read_leaves,
+}
 
 
 def _open_gguf(path: Path, options: ReaderOptions) -> OpenedCheckpoint:
@@ -156,6 +176,8 @@ def _detect_file(path: Path) -> Container:
         return _detect_zip(path)
     if head.startswith(MAGIC):
         return Container.GGUF
+    if head.startswith(LEAF_MAGIC):
+        return Container.LEAVES
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
         return Container.HUGGING_FACE
     kind = next((foreign.name for foreign in _FOREIGN_FILES if head.startswith(foreign.magic)), None)

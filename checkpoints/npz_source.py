@@ -3,7 +3,8 @@
 Only headers are read at first: the zip directory says what members there are, and each member's NumPy
 header says its shape and dtype, which must account for the member's bytes exactly. So a header that
 claims terabytes costs nothing, and no pickle is ever loaded. Other members (`ids`, `logits`) belong to
-whoever stored them and are not tensors.
+whoever stored them and are not tensors. A file with members arr_0, arr_1, … alone is a list of leaves
+(`numpy.savez` of a flattened tree); their names here are their numbers.
 
 Data flow: path → zip directory → headers → `NamedArrays` of lazy arrays; a member is read, and its
 checksum verified, when a rectangle of it is asked for.
@@ -14,6 +15,7 @@ Worked example: `w::4.gamma` with header float32 [48] has 128 header bytes and 1
 import dataclasses
 import json
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -28,9 +30,11 @@ from layers.errors import UserError
 
 PREFIX = "w::"
 CONFIG = "meta"
+_LEAF = "arr_"
 _MAX_CONFIG_BYTES = 1 << 22
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, OSError)
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, OSError,
+           tokenize.TokenError)  # fmt: skip
 
 
 def read_npz(path: Path) -> NamedArrays:
@@ -51,10 +55,12 @@ def read_npz(path: Path) -> NamedArrays:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: two members are named {twice}")
+    leaves = all(name.startswith(_LEAF) for name in names)
+    prefix = _LEAF if leaves else PREFIX
     arrays = {
-        member.filename.removeprefix(PREFIX).removesuffix(".npy"): _lazy_member(path, member)
+        member.filename.removeprefix(prefix).removesuffix(".npy"): _lazy_member(path, member)
         for member in members
-        if member.filename.startswith(PREFIX)
+        if member.filename.startswith(prefix)
     }
     if not arrays:
         raise UserError(f"{path}: no tensors; expected members named {PREFIX}NAME and a member {CONFIG}")

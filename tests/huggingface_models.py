@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +147,31 @@ def _draw(name: str, parameter: Any, offset: float) -> None:
         parameter.normal_(0, strength / math.sqrt(parameter.shape[-1]))
 
 
-def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
-    """transformers' float32 logits of two texts, and what it continues the first one's start with."""
+def reference(forward: Callable[[np.ndarray], np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """An implementation's float32 logits of two texts, and what it continues the first one's start with.
+
+    `forward` gives the logits [batch, time, vocab] of ids [batch, time].
+    """
+    ids = np.random.default_rng(seed).integers(3, _VOCAB, IDS_SHAPE)
+    row, gaps = ids[:1, :PROMPT], []
+    for _ in range(NEW_TOKENS):
+        last = forward(row)[0, -1]
+        second, best = np.argsort(last)[-2:]
+        gaps.append(float((last[best] - last[second]) / np.max(np.abs(last))))
+        row = np.append(row, [[best]], 1)
+    return {"ids": ids, "logits": forward(ids), "greedy": row[0, PROMPT:], "gap": np.float64(min(gaps))}
+
+
+def _forward(model: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """A model of transformers as a function of ids."""
     import torch
 
-    ids = np.random.default_rng(seed).integers(3, _VOCAB, IDS_SHAPE)
-    with torch.no_grad():
-        logits = model(torch.tensor(ids)).logits.float().numpy()
-        row, gaps = torch.tensor(ids[:1, :PROMPT]), []
-        for _ in range(NEW_TOKENS):
-            last = model(row).logits[0, -1].float()
-            best = torch.topk(last, 2)
-            gaps.append(float((best.values[0] - best.values[1]) / last.abs().max()))
-            row = torch.cat([row, best.indices[:1].view(1, 1)], 1)
-    greedy = row[0, PROMPT:].numpy()
-    return {"ids": ids, "logits": logits, "greedy": greedy, "gap": np.float64(min(gaps))}
+    def forward(ids: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            logits: np.ndarray = model(torch.tensor(ids)).logits.float().numpy()
+        return logits
+
+    return forward
 
 
 def decided(expected: Mapping[str, np.ndarray]) -> bool:
@@ -175,7 +185,7 @@ def choose(case: Case, first_seed: int) -> tuple[Any, dict[str, np.ndarray]]:
     """A model whose greedy tokens are decided, and what is expected of it."""
     for seed in range(first_seed, first_seed + 400):
         model = build(case, seed)
-        expected = reference(model, seed)
+        expected = reference(_forward(model), seed)
         if decided(expected):
             return model, expected
     raise AssertionError(f"no seed gives a decided text for {case}")

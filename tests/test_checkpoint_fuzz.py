@@ -24,6 +24,8 @@ import pytest
 from checkpoints.formats import open_checkpoint
 from checkpoints.npz_source import read_npz
 from checkpoints.orbax_store import save_checkpoint
+from checkpoints.readers.options import ReaderOptions
+from checkpoints.safetensors_source import read_safetensors
 from checkpoints.state import QuantizedTensor
 from checkpoints.synthetic import synthetic_state
 from inference_engine.tokenizer_files import open_tokenizer
@@ -34,6 +36,7 @@ from tests.huggingface_models import FOLDER
 from tests.torch_files import write_torch
 
 CASES = 60
+SINGLE = "model.safetensors"
 SECONDS, MEMORY = 5.0, 64 << 20
 SMALL = HParams(layers=1, embed=8, ff=16, heads=2, kv_heads=1, qkv=4, vocab=16)
 
@@ -57,6 +60,23 @@ def make_npz(folder: Path) -> Path:
 
 def make_torch(folder: Path) -> Path:
     return write_torch(folder / "a.pt", palm_pytorch_arrays())
+
+
+def make_leaves(folder: Path) -> Path:
+    """PaLM-jax's leaves, small."""
+    rng = np.random.default_rng(0)
+    with (folder / "a.eqx").open("wb") as stream:
+        for shape in ((8, 4), (4,), (4,), (4, 20), (4, 4), (6, 4)):
+            np.save(stream, rng.normal(size=shape).astype(np.float32))
+    return folder / "a.eqx"
+
+
+def make_torch_folder(folder: Path) -> Path:
+    shutil.copytree(FOLDER / "qwen2", folder / "a")
+    arrays = {name: np.asarray(array) for name, array in read_safetensors(folder / "a" / SINGLE).items()}
+    (folder / "a" / SINGLE).unlink()
+    write_torch(folder / "a" / "pytorch_model.bin", arrays)
+    return folder / "a"
 
 
 def make_orbax(folder: Path) -> Path:
@@ -92,6 +112,8 @@ def make_t5x(folder: Path) -> Path:
 FORMATS: dict[str, tuple[Callable[[Path], Path], str, int | None]] = {
     "npz": (make_npz, "", None),
     "torch": (make_torch, "", None),
+    "leaves": (make_leaves, "", None),
+    "safetensors as torch": (make_torch_folder, "pytorch_model.bin", 3000),
     "native metadata": (make_orbax, "checkpoint.json", None),
     "native weights": (make_orbax, "weights_0/manifest.ocdbt", None),
     "t5x tree": (make_t5x, "checkpoint", 700),
@@ -121,7 +143,7 @@ def mutations(content: bytes, rng: np.random.Generator, reach: int) -> Iterator[
 def outcome(path: Path) -> str | None:
     """The line with which a checkpoint is refused; None if every array of it is read."""
     try:
-        opened = open_checkpoint(path)
+        opened = open_checkpoint(path, ReaderOptions(dim_head=2) if path.suffix == ".eqx" else None)
         for entry in opened.state.weights.values():
             parts = (entry.qvalue, entry.scale) if isinstance(entry, QuantizedTensor) else (entry,)
             for part in parts:

@@ -16,6 +16,7 @@ import pytest
 from checkpoints.int8 import quantize_state
 from checkpoints.load import LoadOptions, WeightsDtype
 from checkpoints.orbax_store import save_checkpoint
+from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
 from checkpoints.synthetic import synthetic_state
 from inference_engine.cli import generate_run, model
@@ -226,7 +227,7 @@ def test_bytes_need_no_marks_where_the_model_has_none(vocab: int, ids: int, mark
 @pytest.mark.parametrize("offset", [0, 1])
 def test_the_reading_of_norm_gains_is_the_one_asked_for(offset: int) -> None:
     path = REPO / "tests" / "oracles" / "palm_rlhf_0.2.1.npz"
-    opened = model.open_model(ModelOptions(path, tokenizer="bytes", gamma_offset=offset))
+    opened = model.open_model(ModelOptions(path, tokenizer="bytes", reader=ReaderOptions(offset)))
     assert opened.hparams.norm_gain_offset == offset
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from checkpoints.named_arrays import NamedArrays
-from checkpoints.readers import cohere, palm_pytorch, palm_rlhf
+from checkpoints.readers import cohere, palm_jax, palm_pytorch, palm_rlhf
 from checkpoints.readers.huggingface.family import Family
 from checkpoints.readers.huggingface.parallel_families import PARALLEL_FAMILIES
 from checkpoints.readers.huggingface.serial_families import SERIAL_FAMILIES
@@ -28,12 +28,14 @@ class Reader:
       model_type: the value of its config's `model_type`, if it has such configs.
       matches: whether the names are this family's; reads no element.
       read: the neutral state of a checkpoint that matches.
+      asks_head_width: whether `ReaderOptions.dim_head` applies.
     """
 
     name: str
     model_type: str | None
     matches: Callable[[NamedArrays], bool]
     read: Callable[[NamedArrays, ReaderOptions], CheckpointState]
+    asks_head_width: bool = False
 
 
 def _no_names(named: NamedArrays) -> bool:
@@ -49,6 +51,7 @@ def _reader(family: Family) -> Reader:
 READERS: tuple[Reader, ...] = (
     Reader("PaLM-pytorch", None, palm_pytorch.matches, palm_pytorch.read),
     Reader("PaLM-rlhf-pytorch", None, palm_rlhf.matches, palm_rlhf.read),
+    Reader("PaLM-jax", None, palm_jax.matches, palm_jax.read, asks_head_width=True),
     Reader("Cohere with exchanged norms", None, cohere.matches, cohere.read),
     *map(_reader, SERIAL_FAMILIES + PARALLEL_FAMILIES),
 )

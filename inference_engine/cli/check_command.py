@@ -14,7 +14,7 @@ from inference_engine.checking.cases import PREFIXES
 from inference_engine.cli.check_plan import check_plan
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.mesh_flags import CUBE, mesh_group
-from inference_engine.cli.model_flags import ACTIVATIONS, kv_cache_option, model_group
+from inference_engine.cli.model_flags import ACTIVATIONS, READER_OPTIONS, kv_cache_option, model_group
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
 from inference_engine.cli.runtime import RuntimeOptions, runtime_group, start_jax
@@ -35,7 +35,7 @@ _EXAMPLES = (
     ("another mesh, one layout", "--mesh 2,1,3 --layout 1d"),
     ("every combination in float32", "--exhaustive --weights float32 --activation_dtype float32"),
 )
-_MODEL_FLAGS = ("checkpoint", "weights", "gamma_offset")
+_MODEL_FLAGS = ("checkpoint", "weights", *(option.name for option in READER_OPTIONS))
 
 
 def check_command() -> Command:

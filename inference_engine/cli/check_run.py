@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 from checkpoints.formats import open_checkpoint
-from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState
 from inference_engine.checking.cases import Factors, all_cases, covering_cases, illegal_settings
 from inference_engine.checking.run import DECODE_STEPS, Checker, Row, padded_prompt
@@ -89,7 +88,7 @@ def run(plan: CheckPlan, interrupts: Interrupts) -> int:
     Raises UserError before anything runs.
     """
     path = plan.model.checkpoint or default_checkpoint()
-    state = open_checkpoint(path, ReaderOptions(plan.model.gamma_offset)).state
+    state = open_checkpoint(path, plan.model.reader).state
     check_model(state.hparams, plan.shape)
     longest = padded_prompt(max(Factors().prompt_tokens), plan.shape)
     steps = _steps(state.hparams.max_positions, longest)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from inference_engine.cli.interrupts import Interrupts
-from inference_engine.cli.model_flags import GAMMA_OFFSETS
+from inference_engine.cli.model_flags import READER_OPTIONS, reader_options
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import Unit, phase
 from inference_engine.cli.terminal import Output
@@ -49,8 +49,7 @@ def convert_command() -> Command:
                 (
                     Option("weights", "dtype of the kernels", Kind.CHOICE, choices=(INT8,),
                            shown_default="as stored"),
-                    Option("gamma_offset", "for PaLM-rlhf-pytorch files: 0 where norms use the stored gain, "
-                           "1 where they add one to it", Kind.CHOICE, choices=GAMMA_OFFSETS),
+                    *READER_OPTIONS,
                     Option("overwrite", "replace a saved checkpoint that is there", Kind.SWITCH),
                 ),
             ),
@@ -65,13 +64,11 @@ def _convert(flags: Flags, interrupts: Interrupts) -> int:
     from checkpoints.formats import open_checkpoint
     from checkpoints.int8 import quantize_state
     from checkpoints.orbax_store import save_checkpoint
-    from checkpoints.readers.options import ReaderOptions
 
     source, target = Path(flags[SOURCE]), Path(flags[TARGET])
     if target.absolute() == source.absolute():
         raise UserError(f"{target}: the target is the source; name another folder")
-    offset = None if flags["gamma_offset"] is None else int(flags["gamma_offset"])
-    opened = open_checkpoint(source, ReaderOptions(offset))
+    opened = open_checkpoint(source, reader_options(flags))
     state = quantize_state(opened.state) if flags["weights"] == INT8 else opened.state
     with tempfile.TemporaryDirectory() as scratch, phase("converting", interrupts, Unit.BYTES) as update:
         tokenizer, companions = tokenizer_files(opened.tokenizer_file, Path(scratch))
@@ -107,4 +104,4 @@ def _fingerprint(source: Path, flags: Flags) -> str:
     """What is converted, as text: two conversions of one text write the same weights."""
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return json.dumps([seen, flags["weights"], flags["gamma_offset"], GROUP_BYTES])
+    return json.dumps([seen, flags["weights"], flags["gamma_offset"], flags["dim_head"], GROUP_BYTES])

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from checkpoints.readers.options import ReaderOptions
 from inference_engine.cli.options import Flags, Group, Kind, Option
 from inference_engine.config import KV_CACHE_DTYPES, EngineConfig
 from inference_engine.pretrained import PretrainedModel
@@ -24,7 +25,19 @@ BYTES = "bytes"
 AUTO = "auto"
 WEIGHTS = ("float32", "bfloat16", "int8")
 ACTIVATIONS = ("float32", "bfloat16")
-GAMMA_OFFSETS = ("0", "1")
+READER_OPTIONS = (
+    Option(
+        "gamma_offset",
+        "for PaLM-rlhf-pytorch files: 0 where norms use the stored gain (releases up to 0.2.3), "
+        "1 where they add one to it",
+        Kind.CHOICE, choices=("0", "1"),
+    ),
+    Option(
+        "dim_head", "for PaLM-jax's leaves: the width of a head", Kind.INTEGER, allowed="1 and above",
+        metavar="N",
+    ),
+)  # fmt: skip
+"""The flags that say what a file does not."""
 
 
 class LayersForm(enum.Enum):
@@ -42,7 +55,7 @@ class ModelOptions:
     Attributes:
       checkpoint: a folder or file; None for the embedded one, or for a pretrained one.
       tokenizer: a file, `BYTES`, or None for the one beside the weights.
-      gamma_offset: see `ReaderOptions`.
+      reader: what the file does not say.
       weights: dtype of the kernels; None as stored, but float32 on a CPU.
       layers: see `LayersForm`.
       pretrained: a model that is fetched by its name.
@@ -50,7 +63,7 @@ class ModelOptions:
 
     checkpoint: Path | None = None
     tokenizer: str | None = None
-    gamma_offset: int | None = None
+    reader: ReaderOptions = ReaderOptions()
     weights: str | None = None
     layers: LayersForm = LayersForm.AUTO
     pretrained: PretrainedModel | None = None
@@ -127,14 +140,17 @@ def model_group(pretrained: Mapping[str, PretrainedModel] = MappingProxyType({})
                 choices=tuple(form.value for form in LayersForm), default=AUTO,
                 shown_default="auto: unrolled on a CPU without mesh, else stacked",
             ),
-            Option(
-                "gamma_offset",
-                "for PaLM-rlhf-pytorch files: 0 where norms use the stored gain (releases up to 0.2.3), "
-                "1 where they add one to it",
-                Kind.CHOICE, choices=GAMMA_OFFSETS,
-            ),
+            *READER_OPTIONS,
         ),
     )  # fmt: skip
+
+
+def reader_options(flags: Flags) -> ReaderOptions:
+    """What the flags of `READER_OPTIONS` say; raises UserError for a width that is none."""
+    offset, width = flags["gamma_offset"], flags["dim_head"]
+    if width is not None and width < 1:
+        raise UserError(f"--dim_head={width} is not allowed; allowed: 1 and above; nearest: 1")
+    return ReaderOptions(None if offset is None else int(offset), width)
 
 
 def engine_group(config: EngineConfig) -> Group:
@@ -171,14 +187,13 @@ def model_options(
     for name in ("checkpoint", "tokenizer"):
         if flags[name] == "":
             raise UserError(f"--{name} is empty; it needs a path")
-    offset = flags["gamma_offset"]
     model = pretrained[flags["model"]] if pretrained and flags["model"] is not None else None
     if model is not None and flags["checkpoint"] is not None:
         raise UserError("--model and --checkpoint are two models; allowed: one of them")
     return ModelOptions(
         checkpoint=None if flags["checkpoint"] is None else Path(flags["checkpoint"]),
         tokenizer=flags["tokenizer"],
-        gamma_offset=None if offset is None else int(offset),
+        reader=reader_options(flags),
         weights=flags["weights"],
         layers=LayersForm(flags["layers"]),
         pretrained=model,
