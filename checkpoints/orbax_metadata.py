@@ -6,7 +6,7 @@ version, or a field that is not known, is refused by name.
 Worked example:
 
     {"format": "neutral-state", "version": 1, "items": ["weights_0"], "tokenizer": "tokenizer.model",
-     "hparams": {"layers": 3, ...}, "extra": {"steps": 9000}}
+     "hparams": {"layers": 3, ...}, "extra": {"steps": 9000}, "bytes": {"weights_0": 8573954}}
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ METADATA_FILE = "checkpoint.json"
 FORMAT = "neutral-state"
 VERSION = 1
 _MAX_BYTES = 1 << 24
-_FIELDS = ("format", "version", "items", "tokenizer", "hparams", "extra")
+_FIELDS = ("format", "version", "items", "tokenizer", "hparams", "extra", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,14 @@ class Metadata:
       items: names of the Orbax checkpoints in the folder that hold the weights.
       tokenizer: name of the tokenizer's file in the folder, if any.
       extra: what the saver wanted to keep.
+      sizes: bytes of an item's files together; empty where an older saver did not say.
     """
 
     hparams: HParams
     items: tuple[str, ...]
     tokenizer: str | None
     extra: Mapping[str, Any]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
@@ -52,6 +54,7 @@ class Metadata:
             "tokenizer": self.tokenizer,
             "hparams": hparams_to_json(self.hparams),
             "extra": dict(self.extra),
+            "bytes": dict(self.sizes),
         }
         text = json.dumps(fields, indent=1, allow_nan=False) + "\n"
         (folder / METADATA_FILE).write_text(text, encoding="utf-8")
@@ -84,7 +87,15 @@ def read_metadata(folder: Path) -> Metadata:
         )
     if not isinstance(extra, dict):
         raise UserError(f"{source}: extra is {extra!r:.80}, expected an object")
-    return Metadata(hparams, tuple(items), tokenizer, extra)
+    sizes = data.get("bytes", {})
+    if not isinstance(sizes, dict) or not all(item in items for item in sizes):
+        raise UserError(f"{source}: bytes is {sizes!r:.80}, expected an object of sizes by item")
+    return Metadata(hparams, tuple(items), tokenizer, extra, sizes)
+
+
+def item_bytes(item: Path) -> int:
+    """Bytes of all files of one Orbax checkpoint."""
+    return sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
 
 
 def _read_json(path: Path) -> Any:

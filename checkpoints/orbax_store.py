@@ -30,7 +30,7 @@ import numpy as np
 import tensorstore as ts
 
 from checkpoints.lazy import ArrayLike, Box, LazyArray
-from checkpoints.orbax_metadata import METADATA_FILE, Metadata, read_metadata
+from checkpoints.orbax_metadata import METADATA_FILE, Metadata, item_bytes, read_metadata
 from checkpoints.state import (
     CheckpointState,
     Entry,
@@ -96,7 +96,8 @@ def save_checkpoint(
         tokenizer = None if tokenizer_file is None else _copy_tokenizer(Path(tokenizer_file), partial)
         for companion in companions:
             shutil.copyfile(companion, partial / companion.name)
-        Metadata(state.hparams, items, tokenizer, extra or {}).write(partial)
+        sizes = {item: item_bytes(partial / item) for item in items}
+        Metadata(state.hparams, items, tokenizer, extra or {}, sizes).write(partial)
         (partial / _RESUME).unlink(missing_ok=True)
         _publish(partial, path)
     except OSError as error:
@@ -134,6 +135,7 @@ def open_orbax(path: Path | str) -> OpenedCheckpoint:
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     leaves: dict[str, ArrayLike] = {}
     for item in metadata.items:
+        _check_size(path / item, metadata.sizes.get(item))
         for key, leaf in _open_item(path / item, context).items():
             if key in leaves:
                 raise UserError(f"{path / item}: {key} is there twice")
@@ -141,6 +143,17 @@ def open_orbax(path: Path | str) -> OpenedCheckpoint:
     state = CheckpointState(metadata.hparams, _join_int8(leaves))
     validate_state(state, str(path))
     return OpenedCheckpoint(str(path), state, tokenizer, metadata.extra)
+
+
+def _check_size(item: Path, expected: int | None) -> None:
+    """Refuse weights that are fewer or more bytes than were saved, before any is read."""
+    if expected is None or not item.is_dir():
+        return
+    found = item_bytes(item)
+    if found != expected:
+        raise UserError(
+            f"{item}: truncated or changed: {found:,} bytes in its files, {METADATA_FILE} says {expected}"
+        )
 
 
 def _check_target(path: Path, overwrite: bool) -> None:

@@ -5,6 +5,9 @@ what is replicated, scales of int8 kernels and what the compiler adds is not in 
 
 Data flow: `OpenedCheckpoint`, dtype, chips → `inspect_checkpoint` → a dict for JSON, or lines of text.
 
+A chip's name stands for the memory of one of its devices; where none is asked for, the report says of every
+chip of the table how many it takes.
+
 Worked example: SmolLM2 with 9 heads in groups of 3 on 2,2,2: padded to 16 heads of which a chip has 2.
 """
 
@@ -18,6 +21,7 @@ import numpy as np
 from checkpoints.hparams_json import hparams_to_json
 from checkpoints.load import WeightsDtype
 from checkpoints.state import Entry, OpenedCheckpoint, QuantizedTensor
+from inference_engine.profiling.chips import CHIPS, ChipSpec
 from inference_engine.tokenizer_files import open_chat_template, open_tokenizer
 from layers.errors import UserError
 from layers.head_order import padded_form
@@ -28,6 +32,7 @@ from layers.partitioning import check_model
 
 _KERNEL_BYTES = {WeightsDtype.FLOAT32: 4, WeightsDtype.BFLOAT16: 2, WeightsDtype.INT8: 1}
 _CACHE_BYTES = 2
+_COUNTS = tuple(1 << power for power in range(11))
 _PALM = HParams(layers=1, embed=1, ff=1, heads=1, kv_heads=1, qkv=2, vocab=1)
 
 
@@ -41,10 +46,12 @@ def inspect_checkpoint(
       weights: how kernels would be held.
       chips: how many; every mesh of them is listed.
       cache_tokens: positions that the cache has in all, for the sizes.
-      memory: bytes of a chip, None where it is not asked whether the model fits.
+      memory: bytes of a chip, None where it is not asked whether the model fits: then `fits_from` says of
+        every known chip how many hold the model, None where 1024 don't.
     """
     hparams = opened.state.hparams
-    return {
+    fits = {} if memory is not None else {"fits_from": _least_chips(hparams, weights, cache_tokens)}
+    return fits | {
         "source": opened.source,
         "family": opened.family,
         "parameters": hparams.param_count,
@@ -120,6 +127,26 @@ def _mesh(
     return found if memory is None else found | {"fits": weight_bytes + cache_bytes <= memory}
 
 
+def device_memory(chip: ChipSpec) -> int | None:
+    """Bytes of one of a chip's devices, None where they are not known."""
+    return None if chip.memory_bytes is None else chip.memory_bytes // chip.devices
+
+
+def _least_chips(hparams: HParams, weights: WeightsDtype, cache_tokens: int) -> dict[str, int | None]:
+    """By chip, the smallest power of two of its devices of which a legal mesh holds the model."""
+    needs: dict[int, int] = {}
+    for count in _COUNTS:
+        meshes = [_mesh(hparams, weights, shape, cache_tokens, None) for shape in legal_shapes(count)]
+        sizes = [mesh["weight_bytes_a_chip"] + mesh["cache_bytes_a_chip"] for mesh in meshes if mesh["legal"]]
+        if sizes:
+            needs[count] = min(sizes)
+    return {
+        name: next((count for count, size in needs.items() if size <= memory), None)
+        for name, chip in CHIPS.items()
+        if (memory := device_memory(chip)) is not None
+    }
+
+
 def _weight_bytes(hparams: HParams, weights: WeightsDtype) -> int:
     """Bytes of all weights on one device; an embedding stays float."""
     tables = hparams.vocab * hparams.embed * (1 if hparams.tied else 2)
@@ -141,9 +168,19 @@ def text_lines(report: Mapping[str, Any]) -> list[str]:
         f"tokenizer   {_words(tokenizer)}",
         f"cache       {report['cache_bytes_a_token']:,} bytes a token in bfloat16",
         f"layouts     {', '.join(report['layouts'])}",
+        *_fit_lines(report),
         f"meshes      weights as {report['weights']}; bytes a chip are estimates",
     ]
     return lines + [f"  {_mesh_words(mesh)}" for mesh in report["meshes"]]
+
+
+def _fit_lines(report: Mapping[str, Any]) -> list[str]:
+    """How many of each known chip it takes, where that was asked."""
+    if "fits_from" not in report:
+        return []
+    counts = report["fits_from"]
+    words = [f"{count or f'over {_COUNTS[-1]}'} {name}" for name, count in counts.items()]
+    return [f"fits from   {', '.join(words)}"]
 
 
 def _words(fields: Mapping[str, Any]) -> str:

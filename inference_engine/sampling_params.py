@@ -76,7 +76,7 @@ _NUMBERS: dict[str, _Number] = {
     "num_samples": _Number(int, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
     "max_new_tokens": _Number(int, 1, _MAX_INT, f"1 to {_MAX_INT}"),
 }
-_LOGPROBS = _Number(int, 0, MAX_LOGPROBS, f"None (off) or 0 to {MAX_LOGPROBS} alternatives")
+_LOGPROBS = _Number(int, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS} alternatives a token")
 _STOP_ID = _Number(int, 0, _MAX_INT, "token ids, 0 and above")
 _BIAS = _Number(float, -MAX_BIAS, MAX_BIAS, f"-{MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to ban", extra=-math.inf)
 

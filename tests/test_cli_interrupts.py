@@ -156,6 +156,26 @@ def test_a_long_phase_is_one_line_where_no_terminal_is(monkeypatch: pytest.Monke
     assert error.getvalue() == "compiling …\n"
 
 
+def test_a_phase_that_counts_says_so_every_few_seconds_where_no_terminal_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error, now = io.StringIO(), [100.0]
+    monkeypatch.setattr(sys, "stderr", error)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    shown = progress._Phase("loading weights", Unit.BYTES, every=10.0)
+    shown.update(1_000_000, 17_300_000)  # too early to be shown
+    now[0] += 2
+    shown.show()
+    for later in (1, 8, 1, 3, 7):  # seconds 3, 11, 12, 15, 22
+        now[0] += later
+        shown.update(int(now[0] - 100) * 700_000, 17_300_000)
+    assert error.getvalue().splitlines() == [
+        "loading weights … 1.0 of 17.3 MB, 2 s",
+        "loading weights … 8.4 of 17.3 MB, 12 s",
+        "loading weights … 15.4 of 17.3 MB, 22 s",
+    ]
+
+
 def test_a_long_phase_is_a_bar_with_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stdout, error = screen(monkeypatch), Terminal()
     monkeypatch.setattr(sys, "stderr", error)

@@ -13,6 +13,7 @@ import pytest
 from inference_engine.cli.options import Flags
 from inference_engine.cli.prompts import (
     BadLine,
+    Chat,
     Prompt,
     keep_good,
     prompts_from_flags,
@@ -68,6 +69,14 @@ def test_a_list_of_stops_is_taken_as_it_is(tmp_path: Path) -> None:
     assert prompt.params.stop_ids == (1, 2)
 
 
+def test_a_line_may_be_a_question_to_answer(tmp_path: Path) -> None:
+    found = read(tmp_path, '{"chat": "a", "seed": 3}\n{"chat": "b", "system": "c"}\n{"prompt": "d"}')
+    prompts = [prompt for prompt in found if isinstance(prompt, Prompt)]
+    assert [prompt.text for prompt in prompts] == ["a", "b", "d"]
+    assert [prompt.chat for prompt in prompts] == [Chat(), Chat("c"), None]
+    assert prompts[0].params.seed == 3
+
+
 def test_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path) -> None:
     plain = read(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}')
     assert read(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n') == plain
@@ -90,7 +99,12 @@ def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
         ("3", ["a number"]),
         ("null", ["null"]),
         ("true", ["a boolean"]),
-        ("{}", ['no key "prompt"']),
+        ("{}", ['no key "prompt" or "chat"']),
+        ('{"prompt": "a", "chat": "b"}', ['both keys "prompt" and "chat"']),
+        ('{"chat": ""}', ["its chat is empty"]),
+        ('{"chat": 3}', ['"chat" is a number; expected a text']),
+        ('{"chat": "a", "system": ["b"]}', ['"system" is an array; expected a text']),
+        ('{"prompt": "a", "system": "b"}', ['"system" is about a chat; nearest: a key "chat"']),
         ('{"promt": "a"}', ["unknown key 'promt'", "nearest: prompt"]),
         ('{"prompt": "a", "temprature": 1}', ["unknown key 'temprature'", "nearest: temperature"]),
         ('{"prompt": "a", "prompt": "b"}', ["'prompt' is there twice"]),

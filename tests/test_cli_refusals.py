@@ -86,6 +86,15 @@ REFUSED = [
     (["--weights", "fp16"], "allowed: float32, bfloat16, int8"),
     (["--kv_cache_dtype", "int4"], "allowed: auto, int8; nearest: int8"),
     (["--gamma_offset", "1"], "drop gamma_offset"),
+    (["--dim_head", "8"], "already says how wide its heads are; drop dim_head"),
+    (
+        ["--logprobs", "99", "--json"],
+        "--logprobs=99 is not allowed; allowed: 0 to 20 alternatives a token; nearest: 20",
+    ),
+    (
+        ["--mesh", "2,2,2", "--layout", "2d_time_z"],
+        "a decode step has one token a row; nearest: --prefill_layout 2d_time_z",
+    ),
     (["--seed", "1", "--seed", "2"], "--seed is given 2 times"),
     (["--promt", "a"], "nearest: --prompt"),
     (["a prompt"], "nearest: --prompt 'a prompt'"),
@@ -125,7 +134,7 @@ def test_weights_that_are_damaged_inside_are_one_line(cli: Cli, tmp_path: Path) 
     for file in (path / "weights_0").rglob("*"):
         if file.is_file() and file.stat().st_size > 1000:
             file.write_bytes(file.read_bytes()[:-500])
-    assert "cannot be read" in cli(path=path).error or "damaged" in cli(path=path).error
+    assert "weights_0: truncated or changed: " in cli(path=path).error
 
 
 def test_a_tokenizer_is_asked_for_where_there_is_none(cli: Cli, tmp_path: Path) -> None:
@@ -133,6 +142,7 @@ def test_a_tokenizer_is_asked_for_where_there_is_none(cli: Cli, tmp_path: Path) 
     assert "no tokenizer in it" in error
     assert "--tokenizer PATH" in error
     assert "--tokenizer bytes" in error
+    assert "allowed: a path, or bytes; nearest: bytes" in cli(tokenizer="byte").error
     assert "no_tokenizer.model" in cli(tokenizer=str(tmp_path / "no_tokenizer.model")).error
 
 

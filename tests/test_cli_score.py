@@ -47,6 +47,12 @@ def test_json_is_one_object_alone_on_stdout(score: Score) -> None:
     assert "score " in run.err and "tokens/s" in run.err
 
 
+def test_a_known_model_is_named_as_for_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_serving.main(["score", "--model", "smollm2", "--text", TEXT]) == 2
+    error = capsys.readouterr().err
+    assert "--model=smollm2 is not known; allowed: smollm2-135m; nearest: smollm2-135m" in error
+
+
 def test_lines_are_tokens_and_totals(score: Score) -> None:
     run = score("--text", TEXT)
     *lines, totals = run.out.splitlines()

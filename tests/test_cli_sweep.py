@@ -214,6 +214,16 @@ def test_a_foreign_results_file_ends_the_sweep_before_it_begins(run: Runner, tmp
     assert "line 1 is not a row of a sweep; nothing was changed" in refused.err
 
 
+def test_a_file_that_is_only_read_is_not_said_to_be_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text("my notes\n")
+    assert run_serving.main(["sweep", "compare", str(out), str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "line 1 is not a row of a sweep\n" in error
+
+
 def test_the_table_fits_its_width() -> None:
     rows = [made_row(batch=batch) for batch in (1, 1024)]
     assert max(map(len, table(rows).splitlines())) <= WIDTH

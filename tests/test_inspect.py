@@ -6,6 +6,7 @@ Worked example: 9 heads in groups of 3 on 2,2,2 are padded to 16 heads and 4 kv 
 """
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,9 +15,12 @@ import pytest
 import run_serving
 from checkpoints.lazy import Box, LazyArray
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
+from checkpoints.orbax_store import save_checkpoint
 from checkpoints.state import CheckpointState, OpenedCheckpoint, state_spec
 from checkpoints.synthetic import synthetic_state
+from configs.models import palm_540b
 from inference_engine.inspection import differences, inspect_checkpoint
+from inference_engine.profiling.chips import CHIPS
 from layers.hparams import HParams
 from layers.layout import Layout
 from layers.mesh import make_mesh
@@ -45,6 +49,42 @@ def test_the_default_checkpoint_is_described(capsys: pytest.CaptureFixture[str])
     assert report["layouts"] == [layout.value for layout in Layout]
     assert run_serving.main(["inspect", str(DEFAULT)]) == 0
     assert "2,2,2: 1,367,460 of weights" in capsys.readouterr().out
+
+
+def test_how_many_of_each_chip_it_takes_is_said_where_no_chip_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert inspect(capsys, DEFAULT)["fits_from"] == dict.fromkeys(CHIPS, 1)
+    assert "fits_from" not in inspect(capsys, DEFAULT, "--memory_gib", "1")
+    assert [mesh["fits"] for mesh in inspect(capsys, DEFAULT, "--chip", "v5e")["meshes"]] == [True] * 10
+    assert run_serving.main(["inspect", str(DEFAULT)]) == 0
+    assert "fits from   1 v4, 1 v5e, 1 v5p," in capsys.readouterr().out
+
+
+def test_540b_takes_as_many_chips_as_hold_it() -> None:
+    weights = {key: unreadable(shape) for key, shape in state_spec(palm_540b()).items()}
+    opened = OpenedCheckpoint("here", CheckpointState(palm_540b(), weights))
+    counts = inspect_checkpoint(opened, WeightsDtype.INT8, 8, 2048, None)["fits_from"]
+    # 545 GB: 32 chips of 17.2 GB hold 550 GB, but its 48 heads are padded to 64 there.
+    assert counts["v5e"] == 64
+    assert counts["H200"] == 4
+    assert 2 * counts["v4"] == counts["v5e"]
+    # A TPU7x is two devices, of 96 GiB each.
+    assert counts["tpu7x"] == 8
+
+
+def test_truncated_weights_are_noticed_before_they_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "a", synthetic_state(SIZED))
+    inspect(capsys, tmp_path / "a")
+    files = [file for file in (tmp_path / "a" / "weights_0").rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert run_serving.main(["inspect", str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert "weights_0: truncated or changed: " in error
+    assert error.count("\n") == 1
 
 
 def test_meshes_that_do_not_divide_are_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +135,12 @@ BAD = {
     "path": (["nowhere"], "nowhere: no such file or folder"),
     "no path": ([], "no PATH; usage: inspect PATH [flags]"),
     "chips": ([DEFAULT, "--chips", "0"], "--chips=0 is out of range; allowed: 1 to 1024"),
+    "chip": (
+        [DEFAULT, "--chip", "v5"],
+        "--chip=v5 is not known; allowed: v4, v5e, v5p, v6e, tpu7x, H100, H200",
+    ),
+    "two chips": ([DEFAULT, "--chip", "v5e", "--memory_gib", "3"], "allowed: one of them"),
+    "width": ([DEFAULT, "--dim_head", "0"], "--dim_head=0 is not allowed; allowed: 1 and above; nearest: 1"),
     "memory": ([DEFAULT, "--memory_gib", "-1"], "--memory_gib=-1.0 is no size; allowed: above 0"),
 }
 

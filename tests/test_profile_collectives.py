@@ -82,7 +82,7 @@ def test_bytes_and_bound_follow_from_the_sizes(chips: int) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UserError, match="rows=16 does not divide over 3 chips; nearest: 15"):
+    with pytest.raises(UserError, match="rows=16 does not divide over 3 chips; nearest: 2 chips"):
         dataclasses.replace(SMALL, chips=3)
 
 
@@ -129,6 +129,7 @@ def test_a_wide_error_is_exit_code_1(profile: Callable[..., Run], monkeypatch: p
         (("--form", "xla_tile"), "nearest: xla_tiled"),
         (("--axis", "3"), "does not divide over 3 chips"),
         (("--axis", "100", "--rows", "100", "--cols", "100"), "--rows is given 2 times"),
+        (("--axis", "5000"), "--axis=5000: there are 8 devices; nearest: --axis 8"),
         (("--op", "allgather"), "nearest: allgather_matmul"),
         (("--model", "palm8b"), "nearest: palm_8b"),
     ],

@@ -27,8 +27,9 @@ _DESCRIPTION = (
     silently: what does not fit is refused with the numbers.""",
     """With --shared_prefix or --share_prefixes the tokens that prompts begin with, and those of a prompt with
     several samples, are computed and held once; the texts are the same, slots take less memory.""",
-    """A prompts file has an object a line, such as {"prompt": "KING.\\n", "seed": 3}; beside the prompt it
-    may set any sampling flag for itself, by the flag's name.""",
+    """A prompts file has an object a line, such as {"prompt": "KING.\\n", "seed": 3} or {"chat": "Who wrote
+    Hamlet?", "system": "Be brief."}; beside the text it may set any sampling flag for itself, by the flag's
+    name.""",
     """With --json stdout is one object a line for each prompt and sample, with index, sample, prompt, text,
     token_ids, finish_reason (stop, length or error), prompt_tokens, completion_tokens, and logprobs where
     asked for.""",

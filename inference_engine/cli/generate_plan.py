@@ -8,7 +8,7 @@ Worked example: `--prompt A --prompt B --num_samples 2` is a plan of two prompts
 import dataclasses
 from pathlib import Path
 
-from inference_engine.cli.mesh_flags import MeshOptions, mesh_options
+from inference_engine.cli.mesh_flags import MeshOptions, decoding_mesh_options
 from inference_engine.cli.model_flags import EngineOptions, ModelOptions, engine_options, model_options
 from inference_engine.cli.options import Flags
 from inference_engine.cli.prompts import (
@@ -84,7 +84,7 @@ def plan_of(flags: Flags, registries: Registries) -> GeneratePlan:
         json=flags["json"],
         model=model_options(flags, registries.pretrained),
         engine=engine_options(flags, registries.engine),
-        mesh=mesh_options(flags),
+        mesh=decoding_mesh_options(flags),
         share=flags["share_prefixes"] or bool(prefix),
     )
 

@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 
 from inference_engine.cli.interrupts import Interrupts
-from inference_engine.cli.model_flags import GAMMA_OFFSETS, WEIGHTS
+from inference_engine.cli.model_flags import READER_OPTIONS, WEIGHTS, reader_options
 from inference_engine.cli.options import Command, Flags, Group, Kind, Option
 from inference_engine.cli.progress import phase
 from inference_engine.cli.terminal import Output
+from inference_engine.profiling.chips import CHIPS
 from layers.errors import UserError
 
 PATH = "PATH"
@@ -21,8 +22,10 @@ _DESCRIPTION = (
     """Says what a checkpoint is, from headers alone: family, parameters, dtypes, tokenizer, in what its form
     differs from PaLM, and for every mesh of --chips chips what is padded and about how many bytes a chip
     holds. What is not supported is refused by name, with exit code 2.""",
+    """Where neither --chip nor --memory_gib is given it says of every known chip how many hold the model, in
+    powers of two.""",
     """With --json stdout is one object: source, family, parameters, stored, form, differs_from_palm,
-    tokenizer, cache_bytes_a_token, weights, layouts, meshes.""",
+    tokenizer, cache_bytes_a_token, weights, layouts, meshes and, as above, fits_from.""",
 )
 _EXAMPLES = (
     ("the embedded model on eight chips", "checkpoints/default"),
@@ -55,8 +58,9 @@ def inspect_command() -> Command:
                            allowed="1 and above", metavar="N"),
                     Option("memory_gib", "memory of a chip, to say what fits", Kind.NUMBER,
                            allowed="above 0", metavar="GIB"),
-                    Option("gamma_offset", "for PaLM-rlhf-pytorch files: 0 where norms use the stored gain, "
-                           "1 where they add one to it", Kind.CHOICE, choices=GAMMA_OFFSETS),
+                    Option("chip", "the same by a chip's name", Kind.CHOICE, choices=tuple(CHIPS),
+                           shown_default="how many of each it takes"),
+                    *READER_OPTIONS,
                 ),
             ),
             Group("Output", (Option("json", "one JSON object on stdout", Kind.SWITCH),)),
@@ -74,17 +78,19 @@ def _inspect(flags: Flags, interrupts: Interrupts) -> int:
     gib = flags["memory_gib"]
     if gib is not None and not 0 < gib < float("inf"):
         raise UserError(f"--memory_gib={gib} is no size; allowed: above 0")
+    if gib is not None and flags["chip"] is not None:
+        raise UserError("--memory_gib and --chip both say a chip's memory; allowed: one of them")
     with phase("opening the checkpoint", interrupts):
         from checkpoints.formats import open_checkpoint
         from checkpoints.load import WeightsDtype
-        from checkpoints.readers.options import ReaderOptions
-        from inference_engine.inspection import inspect_checkpoint, text_lines
+        from inference_engine.inspection import device_memory, inspect_checkpoint, text_lines
 
-        offset = None if flags["gamma_offset"] is None else int(flags["gamma_offset"])
-        opened = open_checkpoint(Path(flags[PATH]), ReaderOptions(offset))
+        opened = open_checkpoint(Path(flags[PATH]), reader_options(flags))
         default = "int8" if opened.state.quantized else "bfloat16"
         weights = WeightsDtype(flags["weights"] or default)
         memory = None if gib is None else int(gib * (1 << 30))
+        if flags["chip"] is not None:
+            memory = device_memory(CHIPS[flags["chip"]])
         report = inspect_checkpoint(opened, weights, flags["chips"], flags["cache_tokens"], memory)
     lines = [json.dumps(report)] if flags["json"] else text_lines(report)
     Output().write("\n".join(lines) + "\n")

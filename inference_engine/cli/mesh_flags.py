@@ -119,6 +119,19 @@ def mesh_options(flags: Flags) -> MeshOptions | None:
     return MeshOptions(MeshShape.parse(flags[MESH]), request)
 
 
+def decoding_mesh_options(flags: Flags) -> MeshOptions | None:
+    """The same where tokens are decoded too; raises UserError for one layout that only prefill can have."""
+    mesh = mesh_options(flags)
+    decode = None if mesh is None else mesh.layouts.decode
+    if mesh is not None and decode is not None and mesh.shape.over(decode.form.time) > 1:
+        flag = "decode_layout" if flags["decode_layout"] else "layout"
+        raise UserError(
+            f"--{flag}={decode.value} splits a prompt's tokens over chips, and a decode step has one token a "
+            f"row; nearest: --prefill_layout {decode.value}"
+        )
+    return mesh
+
+
 def chunk_multiple(mesh: MeshOptions | None) -> int:
     """What prefill chunks must be multiples of, for the prefill layout asked for to split their time."""
     if mesh is None:

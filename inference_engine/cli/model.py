@@ -19,9 +19,9 @@ import numpy as np
 import checkpoints
 from checkpoints.formats import open_checkpoint
 from checkpoints.load import LoadOptions, MeshPlacement, WeightsDtype, load_params
-from checkpoints.readers.options import ReaderOptions
 from checkpoints.state import CheckpointState, OpenedCheckpoint
 from inference_engine.chat_template import ChatTemplate
+from inference_engine.cli.flags import nearest, shown
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.memory import available_bytes, check_memory
 from inference_engine.cli.mesh_flags import MeshOptions, mesh_words
@@ -121,7 +121,7 @@ def open_model(options: ModelOptions, mesh: MeshOptions | None = None) -> Opened
     path = options.checkpoint or default_checkpoint()
     if options.pretrained is not None:
         path = fetch(options.pretrained)
-    opened = open_checkpoint(path, ReaderOptions(options.gamma_offset))
+    opened = open_checkpoint(path, options.reader)
     tokenizer, chat = _open_tokenizer(opened, options.tokenizer)
     check_vocab_fits(tokenizer, opened.state.hparams.vocab)
     weights = WeightsDtype(options.weights or default_weights(opened.state))
@@ -271,6 +271,8 @@ def _open_tokenizer(opened: OpenedCheckpoint, asked: str | None) -> tuple[Tokeni
     if asked == BYTES:
         return byte_tokenizer(opened.state.hparams.vocab), None
     path = opened.tokenizer_file if asked is None else Path(asked)
+    if asked is not None and not Path(asked).exists() and (close := nearest(asked, [BYTES])):
+        raise UserError(f"--tokenizer={shown(asked)}: no such file; allowed: a path, or {BYTES}{close}")
     if path is None:
         raise UserError(
             f"{opened.source}: no tokenizer in it; allowed: --tokenizer PATH (a sentencepiece model, a "

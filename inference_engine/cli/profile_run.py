@@ -11,6 +11,8 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
+
 from inference_engine.cli.interrupts import Interrupts
 from inference_engine.cli.measured_model import open_state
 from inference_engine.cli.profile_plan import ProfilePlan
@@ -95,9 +97,18 @@ def _problems(plan: ProfilePlan, sizes: dict[str, tuple[int, int]]) -> Iterator[
             op: str = op, chips: int = chips, batch: int = batch,
             dtypes: tuple[str, str, str] = (weights, activation, reduce_dtype),
         ) -> Problem:  # fmt: skip
+            _check_axis(chips, sizes[op])
             return Problem(Op(op), chips, batch, *sizes[op], *dtypes, layers=plan.layers)
 
         yield make
+
+
+def _check_axis(chips: int, sizes: tuple[int, int]) -> None:
+    """Refuses an axis of more chips than there are; raises UserError with the largest that is legal."""
+    there = jax.device_count()
+    if chips > there:
+        largest = max(n for n in range(1, there + 1) if not any(size % n for size in sizes))
+        raise UserError(f"--axis={chips}: there are {there} devices; nearest: --axis {largest}")
 
 
 def _json(plan: ProfilePlan, place: Place, rows: Sequence[FormRow], refused: Sequence[str]) -> str:

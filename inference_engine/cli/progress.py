@@ -2,12 +2,13 @@
 
 Idea: a bar that flashes by is noise, so a phase shows itself only after a delay, by a timer. On a terminal
 it is a bar with bytes, or a spinner where the end is not known, gone when the phase ends. Where stderr is
-a file it is one line that says what is going on.
+a file it is a line that says what is going on, and one with the count every few seconds while that moves.
 
 Data flow: `phase(label, …)` → timer → rich progress bar; `update(done, total)` moves it.
 
 Worked example: inside `with phase("loading weights", interrupts, Unit.BYTES) as update`, a call of
-`update(3_000_000, 17_300_000)` shows, from the third second on, "loading weights ━━━━ 3.0/17.3 MB 0:00:02".
+`update(3_000_000, 17_300_000)` shows, from the third second on, "loading weights ━━━━ 3.0/17.3 MB 0:00:02";
+in a file "loading weights … 3.0 of 17.3 MB, 2 s".
 """
 
 import contextlib
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 DELAY_SECONDS = 2.0
+LINE_SECONDS = 10.0
+"""Time between two lines where stderr is no terminal."""
 _SPEED_SECONDS = 3600.0  # what the remaining time is estimated from: some cases take minutes
 Update = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -41,10 +44,14 @@ class Unit(enum.Enum):
 
 @contextlib.contextmanager
 def phase(
-    label: str, interrupts: Interrupts, unit: Unit = Unit.NOTHING, delay: float = DELAY_SECONDS
+    label: str,
+    interrupts: Interrupts,
+    unit: Unit = Unit.NOTHING,
+    delay: float = DELAY_SECONDS,
+    every: float = LINE_SECONDS,
 ) -> Iterator[Update]:
-    """Shows a phase of the work if it lasts longer than `delay` seconds."""
-    shown = _Phase(label, unit)
+    """Shows a phase of the work if it lasts longer than `delay` seconds; in a file a line `every` so many."""
+    shown = _Phase(label, unit, every)
     timer = threading.Timer(delay, shown.show)
     timer.daemon = True
     timer.start()
@@ -59,13 +66,14 @@ def phase(
 class _Phase:
     """One phase; the timer's thread shows it, the main thread updates and hides it."""
 
-    def __init__(self, label: str, unit: Unit) -> None:
-        self._label, self._unit = label, unit
+    def __init__(self, label: str, unit: Unit, every: float = LINE_SECONDS) -> None:
+        self._label, self._unit, self._every = label, unit, every
         self._lock = threading.RLock()  # an interrupt hides the phase wherever its thread is
         self._bar: Progress | None = None
         self._over = False
         self._done, self._total = 0, 0
         self._began = time.monotonic()
+        self._next_line: float | None = None
 
     def show(self) -> None:
         """Starts the bar, or writes the line where stderr is no terminal."""
@@ -73,7 +81,7 @@ class _Phase:
             if self._over:
                 return
             if not Stream.ERR.is_terminal:
-                note("", f"{self._label} …", "")
+                self._line()
                 return
             self._bar = _bar(self._unit)
             total = self._total or None
@@ -87,6 +95,15 @@ class _Phase:
             self._done, self._total = done, total
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+            elif self._next_line is not None and time.monotonic() >= self._next_line:
+                self._line()
+
+    def _line(self) -> None:
+        """Writes a line; the next one may come some seconds later."""
+        now = time.monotonic()
+        count = _count(self._unit, self._done, self._total)
+        note("", f"{self._label} …" + (count and f" {count}, {now - self._began:.0f} s"), "")
+        self._next_line = now + self._every
 
     def hide(self) -> str:
         """Takes the bar away; a timer that fires later shows nothing. There is nothing to say of it."""
@@ -95,6 +112,15 @@ class _Phase:
             if self._bar is not None:
                 self._bar.stop()
         return ""
+
+
+def _count(unit: Unit, done: int, total: int) -> str:
+    """How far a phase is, in words; empty where nothing is counted."""
+    if unit is Unit.NOTHING or not total:
+        return ""
+    if unit is Unit.BYTES:
+        return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"
+    return f"{done} of {total} {unit.value}"
 
 
 def _bar(unit: Unit) -> "Progress":

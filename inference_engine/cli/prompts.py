@@ -6,7 +6,8 @@ to be skipped; then each is named on stderr, and the other prompts keep their nu
 Data flow: flags, bytes of the file → `Prompt`s and `BadLine`s → (tokenizer) → requests.
 
 Worked example: the lines `{"prompt": "KING.", "seed": 3}`, an empty one and `{"promt": "x"}` give one prompt,
-index 0, and the bad line 3: unknown key 'promt' … nearest: prompt.
+index 0, and the bad line 3: unknown key 'promt' … nearest: prompt. `{"chat": "Who wrote Hamlet?", "system":
+"Be brief."}` is a question to answer, as the flags of these names are.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from inference_engine.tokenizer import check_text, text_from_bytes
 from layers.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
-_TEXT_KEY = "prompt"
+_TEXT_KEY, _CHAT_KEY, _SYSTEM_KEY = "prompt", "chat", "system"
+_OWN_KEYS = (_TEXT_KEY, _CHAT_KEY, _SYSTEM_KEY)
 _JSON_NAMES = {list: "an array", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
 
 
@@ -101,13 +103,13 @@ def read_prompts_file(path: Path, fields: Fields, sized: bool, first: int) -> li
             continue
         name, index = f"{path} line {number}", first + len(found)
         try:
-            text, own = _parse_line(text_from_bytes(line, "it"))
+            text, own, chat = _parse_line(text_from_bytes(line, "it"))
             params = sampling_params({**fields, **own})
         except UserError as error:
             found.append(BadLine(f"{name}: {error}"))
             continue
         own_size = sized or "max_new_tokens" in own
-        found.append(Prompt(index, name, text, params, own_size, skippable=True))
+        found.append(Prompt(index, name, text, params, own_size, skippable=True, chat=chat))
     if not found:
         raise UserError(f'{path}: no prompts in it; expected lines such as {{"prompt": "…"}}')
     return found
@@ -122,8 +124,8 @@ def keep_good(found: Sequence[Prompt | BadLine]) -> list[Prompt]:
     return [prompt for prompt in found if isinstance(prompt, Prompt)]
 
 
-def _parse_line(line: str) -> tuple[str, dict[str, Any]]:
-    """The prompt and the fields that a line sets; raises UserError."""
+def _parse_line(line: str) -> tuple[str, dict[str, Any], Chat | None]:
+    """The prompt, the fields that a line sets, and its conversation if it has one; raises UserError."""
     try:
         value = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:
@@ -135,14 +137,23 @@ def _parse_line(line: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(value, dict):
         kind = _JSON_NAMES.get(type(value), "null")
         raise UserError(f'{kind}; expected an object such as {{"prompt": "…"}}')
-    own = fields_from_line({key: item for key, item in value.items() if key != _TEXT_KEY})
-    if _TEXT_KEY not in value:
-        raise UserError(f'no key "{_TEXT_KEY}"')
-    text = value[_TEXT_KEY]
+    own = fields_from_line({key: item for key, item in value.items() if key not in _OWN_KEYS}, _OWN_KEYS)
+    if _CHAT_KEY not in value and _SYSTEM_KEY in value:
+        raise UserError(f'"{_SYSTEM_KEY}" is about a chat; nearest: a key "{_CHAT_KEY}"')
+    if (_TEXT_KEY in value) == (_CHAT_KEY in value):
+        found = "both keys" if _TEXT_KEY in value else "no key"
+        raise UserError(f'{found} "{_TEXT_KEY}" {"and" if _TEXT_KEY in value else "or"} "{_CHAT_KEY}"')
+    key = _TEXT_KEY if _TEXT_KEY in value else _CHAT_KEY
+    text, system = _text(value, key), _text(value, _SYSTEM_KEY) if _SYSTEM_KEY in value else None
+    _check_prompt(text, f"its {key}")
+    return text, own, Chat(system) if key == _CHAT_KEY else None
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    text = value[key]
     if not isinstance(text, str):
-        raise UserError(f'"{_TEXT_KEY}" is {_JSON_NAMES.get(type(text), "no text")}; expected a text')
-    _check_prompt(text, "its prompt")
-    return text, own
+        raise UserError(f'"{key}" is {_JSON_NAMES.get(type(text), "no text")}; expected a text')
+    return text
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

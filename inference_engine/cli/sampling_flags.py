@@ -12,7 +12,7 @@ stop_strings=("END",), stop_ids=(3,).
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inference_engine.cli.flags import nearest, shown
@@ -174,15 +174,16 @@ def fields_from_flags(flags: Flags) -> dict[str, Any]:
     }
 
 
-def fields_from_line(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a prompts file's line sets, its prompt left out.
+def fields_from_line(values: Mapping[str, Any], beside: Sequence[str]) -> dict[str, Any]:
+    """The fields that a prompts file's line sets; the keys `beside` them are left out and named in messages.
 
     Raises UserError: a key that is not known, or a value of another kind than its flag's.
     """
     unknown = [key for key in values if key not in _BY_NAME]
     if unknown:
-        close = nearest(unknown[0], ["prompt", *_BY_NAME])
-        raise UserError(f"unknown key {shown(unknown[0])!r}; allowed: prompt, {', '.join(_BY_NAME)}{close}")
+        legal = [*beside, *_BY_NAME]
+        close = nearest(unknown[0], legal)
+        raise UserError(f"unknown key {shown(unknown[0])!r}; allowed: {', '.join(legal)}{close}")
     return {_BY_NAME[key].field_name: _BY_NAME[key].read_json(value) for key, value in values.items()}
 
 

@@ -62,7 +62,7 @@ def score_command(registries: Registries) -> Command:
                            allowed="1 to the context - 1", shown_default="half of the context", metavar="N"),
                 ),
             ),
-            model_group(),
+            model_group(registries.pretrained),
             _engine_group(registries.engine),
             _mesh_group(),
             runtime_group(),

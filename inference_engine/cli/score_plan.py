@@ -64,7 +64,7 @@ def score_plan(flags: Flags, registries: Registries) -> ScorePlan:
         stride=flags["stride"],
         summary=flags["summary"],
         json=flags["json"],
-        model=model_options(flags),
+        model=model_options(flags, registries.pretrained),
         engine=engine_options(flags, registries.engine),
         mesh=_mesh(flags),
     )

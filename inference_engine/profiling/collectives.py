@@ -18,6 +18,7 @@ Worked example: batch 8, 240 × 2,176 on 4 chips in float32: a chip multiplies [
 
 import dataclasses
 import enum
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -76,13 +77,15 @@ class Problem:
     layers: int = 8
 
     def __post_init__(self) -> None:
+        common = math.gcd(self.rows, self.cols)
         for name in ("rows", "cols"):
             size = getattr(self, name)
             if size % self.chips:
-                nearest = max(1, round(size / self.chips)) * self.chips
+                legal = [chips for chips in range(1, common + 1) if common % chips == 0]
+                nearest = min(legal, key=lambda chips: (abs(chips - self.chips), chips))
                 raise UserError(
                     f"{self.op.value}: {name}={size} does not divide over {self.chips} chips; "
-                    f"nearest: {nearest}"
+                    f"nearest: {nearest} chips"
                 )
 
     @property

@@ -55,7 +55,7 @@ class Store:
                 raise UserError(
                     f"{path} is being written by another sweep; nearest: wait, or another file"
                 ) from None
-            rows, whole, dropped = _recovered(path, path.read_bytes())
+            rows, whole, dropped = _recovered(path, path.read_bytes(), "; nothing was changed")
             if dropped:
                 os.ftruncate(descriptor, whole)
             yield cls(path, descriptor, rows, dropped)
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
     return _recovered(path, data)[0]
 
 
-def _recovered(path: Path, data: bytes) -> tuple[list[Row], int, int]:
+def _recovered(path: Path, data: bytes, remark: str = "") -> tuple[list[Row], int, int]:
     """Rows, the bytes of whole lines, and the bytes of a half-written one after them."""
     whole = data.rfind(b"\n") + 1
     rows = []
@@ -99,8 +99,8 @@ def _recovered(path: Path, data: bytes) -> tuple[list[Row], int, int]:
         try:
             rows.append(Row.from_line(line.decode("utf-8", "replace")))
         except UserError as error:
-            raise UserError(f"{path}: line {number} is {error}; nothing was changed") from None
+            raise UserError(f"{path}: line {number} is {error}{remark}") from None
     tail = data[whole:]
     if not tail.startswith(_BEGINNING[: len(tail)]):
-        raise UserError(f"{path}: its end is not a row of a sweep; nothing was changed")
+        raise UserError(f"{path}: its end is not a row of a sweep{remark}")
     return rows, whole, len(tail)
