@@ -36,14 +36,14 @@ def read_leaves(path: Path) -> NamedArrays:
     Raises UserError naming the file, and the leaf's number: truncated, damaged, or no array of numbers.
     """
     check_inside(path)
-    size, arrays = path.stat().st_size, {}
+    size = path.stat().st_size
+    arrays: dict[str, LazyArray] = {}
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     with path.open("rb") as stream:
         while stream.tell() < size:
             if len(arrays) == _MAX_LEAVES:
                 raise UserError(f"{path}: more than {_MAX_LEAVES:,} leaves")
-            leaf = _leaf(path, len(arrays), stream, mapped)
-            arrays[str(len(arrays))] = leaf
+            arrays[str(len(arrays))] = _leaf(path, len(arrays), stream, mapped)
     return NamedArrays(str(path), arrays, {})
 
 

@@ -283,10 +283,10 @@ class _Choice:
 
     def _refuse(self, axes: Axes, why: str, legal: "list[AttnAllToAll | ContextSplit]") -> None:
         nearest = max(legal, key=lambda s: (len(set(s.axes) & set(self.chosen.axes)), -len(s.axes)))
-        raise UserError(
-            f"{self.name}={self.chosen.value} {why} {', '.join(axes)}; "
-            f"allowed: {', '.join(setting.value for setting in legal)}; nearest: {nearest.value}"
-        )
+        remedy = f"allowed: {', '.join(setting.value for setting in legal)}; nearest: {nearest.value}"
+        if len(legal) == 1:  # `none` alone would read as if nothing were
+            remedy = f"nearest: {self.name}={nearest.value}"
+        raise UserError(f"{self.name}={self.chosen.value} {why} {', '.join(axes)}; {remedy}")
 
 
 def _round_up(count: int, multiple: int) -> int:

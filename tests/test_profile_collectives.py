@@ -10,7 +10,7 @@ import pytest
 
 import run_serving
 from configs.models import palm_8b
-from inference_engine.cli.profile_run import layer_sizes, table
+from inference_engine.cli.profile_run import _check_axis, layer_sizes, table
 from inference_engine.profiling import collectives, place
 from inference_engine.profiling.chips import ChipSpec
 from inference_engine.profiling.collectives import FORMS, FormRow, Op, Problem, XlaForm, measure
@@ -86,6 +86,12 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         dataclasses.replace(SMALL, chips=3)
 
 
+def test_an_axis_of_more_chips_than_there_are_names_the_largest_legal_one() -> None:
+    with pytest.raises(UserError, match=r"--axis=5000: there are 8 devices; nearest: --axis 6$"):
+        _check_axis(5000, (18, 24))
+    _check_axis(8, (18, 24))
+
+
 def test_the_sizes_are_those_of_a_2d_layer() -> None:
     sizes = layer_sizes(palm_8b())
     assert sizes[Op.MATMUL_REDUCESCATTER] == (4096, 16 * 256 + 2 * 16384)
@@ -129,7 +135,6 @@ def test_a_wide_error_is_exit_code_1(profile: Callable[..., Run], monkeypatch: p
         (("--form", "xla_tile"), "nearest: xla_tiled"),
         (("--axis", "3"), "does not divide over 3 chips"),
         (("--axis", "100", "--rows", "100", "--cols", "100"), "--rows is given 2 times"),
-        (("--axis", "5000"), "--axis=5000: there are 8 devices; nearest: --axis 8"),
         (("--op", "allgather"), "nearest: allgather_matmul"),
         (("--model", "palm8b"), "nearest: palm_8b"),
     ],

@@ -109,8 +109,12 @@ def test_auto_never_pairs_layouts_that_need_two_copies() -> None:
             LayoutRequest(decode=Layout.WEIGHT_GATHERED_XY, attn_all_to_all=AttnAllToAll.AXES_YZ),
             "does not split over x, y; allowed: none, z; nearest: z",
         ),
+        (
+            LayoutRequest(decode=Layout.WEIGHT_GATHERED_XYZ, attn_all_to_all=AttnAllToAll.AXES_YZ),
+            "does not split over x, y, z; nearest: attn_all_to_all=none$",
+        ),
     ],
-    ids=["storage", "time", "trade"],
+    ids=["storage", "time", "trade", "no trade"],
 )
 def test_what_cannot_run_is_refused_with_the_reason(request_: LayoutRequest, words: str) -> None:
     with pytest.raises(UserError, match=words):

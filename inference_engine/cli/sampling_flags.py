@@ -174,7 +174,7 @@ def fields_from_flags(flags: Flags) -> dict[str, Any]:
     }
 
 
-def fields_from_line(values: Mapping[str, Any], beside: Sequence[str]) -> dict[str, Any]:
+def fields_from_line(values: Mapping[str, Any], beside: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that a prompts file's line sets; the keys `beside` them are left out and named in messages.
 
     Raises UserError: a key that is not known, or a value of another kind than its flag's.
