@@ -10,6 +10,7 @@ a chip, of which the cache, donated, is 0.25.
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from layers.attention import AttentionBlocks
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
-from layers.layout import CHUNK_AXES, AttnAllToAll, Layout, ShardingConfig
+from layers.layout import CHUNK_AXES, AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.params import Params
@@ -33,13 +34,13 @@ from layers.serial import ForwardOptions
 from layers.transformer import MeshModel
 from tests.scheduled_programs import Program
 
-CONTEXT = 2048
+KEYS = 2048  # of a block of attention
 BFLOAT16 = jnp.dtype("bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decode step: 2D, AXES_YZX, context 2048."""
+    """One decode step in 2D; a context deals the cache's positions over its axes."""
 
     model: str
     topology: str
@@ -47,12 +48,16 @@ class Case:
     mode: str
     weights: str = "bfloat16"
     batch: int = 64
+    trade: str = "yzx"
+    context: str = "none"
+    positions: int = 2048
 
 
 SMALL, LARGE = ("palm_8b", "v5e:4x4", "4,4,1"), ("palm_540b", "v4:4x4x4", "4,4,4")
 TESTED = (
     *(Case(*SMALL, mode.value) for mode in CollectiveMode),
     *(Case(*LARGE, "throughput", weights, batch) for weights in ("bfloat16", "int8") for batch in (64, 512)),
+    Case(*SMALL, "reference", batch=1, trade="none", context="xy", positions=131_072),
 )
 
 
@@ -84,8 +89,9 @@ def mesh_model(case: Case) -> MeshModel:
     """The model on its slice."""
     shape = MeshShape.parse(case.mesh)
     config = CollectiveConfig(CollectiveMode(case.mode))
-    sharding = ShardingConfig(Layout.WEIGHT_STATIONARY_2D, AttnAllToAll.AXES_YZX, config)
-    options = ForwardOptions("bfloat16", AttentionBlocks(keys=CONTEXT))
+    context = ContextSplit(case.context)
+    sharding = ShardingConfig(Layout.WEIGHT_STATIONARY_2D, AttnAllToAll(case.trade), config, context)
+    options = ForwardOptions("bfloat16", AttentionBlocks(keys=KEYS))
     return MeshModel(
         MODELS[case.model](), shape, make_mesh(shape, slice_devices(case.topology)), sharding, options
     )
@@ -96,7 +102,7 @@ def compile_decode(case: Case) -> tuple[jax.stages.Compiled, int]:
     model = mesh_model(case)
     storage = ChunkMajor(model.sharding.layout.form.storage, model.shape)
     params = abstract_params(model.hparams, case.weights, storage)
-    shape = model.cache_shape(case.batch, CONTEXT)
+    shape = model.cache_shape(case.batch, case.positions)
     cache = jax.eval_shape(lambda: KVCache.zeros(shape, BFLOAT16, stacked=True))
 
     def step(params: Params, cache: KVCache, tokens: jax.Array, at: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -134,8 +140,9 @@ def report(case: Case) -> dict[str, object]:
 
 
 def main() -> None:
-    """JSON, one line a case."""
-    for case in TESTED:
+    """JSON, one line a case; a number picks one."""
+    picked = [TESTED[int(word)] for word in sys.argv[1:]]
+    for case in picked or TESTED:
         print(json.dumps(report(case)), flush=True)
 
 

@@ -24,7 +24,7 @@ from configs.models import MODELS
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.communication import Collective
 from layers.kv_cache import KVCache
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.params import Params
@@ -48,6 +48,7 @@ class Case:
     weights: str
     batch: int
     time: int
+    context: str = "none"
 
 
 SLICE_8B, SLICE_62B, SLICE_540B = ("v5e:4x4", "4,4,1"), ("v4:2x4x4", "2,4,4"), ("v4:4x4x4", "4,4,4")
@@ -55,13 +56,14 @@ TESTED = (
     Case("palm_540b", *SLICE_540B, "gathered_xyz", "none", "throughput", "bfloat16", 512, 2048),
     Case("palm_540b", *SLICE_540B, "2d", "none", "reference", "int8", 1, 2048),
     Case("palm_62b", *SLICE_62B, "gathered_xy", "none", "one_way", "bfloat16", 32, 2048),
+    Case("palm_8b", *SLICE_8B, "2d", "none", "reference", "bfloat16", 1, 32_768, "xy"),
 )
 EVERYTHING = (
     *TESTED,
     Case("palm_8b", *SLICE_8B, "gathered_xy", "none", "throughput", "bfloat16", 64, 1024),
     Case("palm_62b", *SLICE_62B, "gathered_xyz", "none", "throughput", "bfloat16", 128, 2048),
     Case("palm_62b", *SLICE_62B, "2d_time_z", "none", "reference", "bfloat16", 1, 2048),
-    Case("palm_8b", *SLICE_8B, "gathered_x_time", "none", "throughput", "bfloat16", 1, 8192),
+    Case("palm_8b", *SLICE_8B, "gathered_xy_time", "none", "throughput", "bfloat16", 1, 32_768),
 )
 
 
@@ -69,7 +71,8 @@ def mesh_model(case: Case) -> MeshModel:
     """The model on its slice."""
     shape = MeshShape.parse(case.mesh)
     config = CollectiveConfig(CollectiveMode(case.mode), "bfloat16")
-    sharding = ShardingConfig(Layout(case.layout), AttnAllToAll(case.trade), config)
+    context = ContextSplit(case.context)
+    sharding = ShardingConfig(Layout(case.layout), AttnAllToAll(case.trade), config, context, ring=True)
     mesh = make_mesh(shape, slice_devices(case.topology))
     return MeshModel(MODELS[case.model](), shape, mesh, sharding, ForwardOptions("bfloat16"))
 
