@@ -27,6 +27,10 @@ Entry = jax.Array | QuantizedKV
 """Keys or values of one layer, or of a stack of them."""
 
 
+TOKENS_OF_A_TILE = 16
+"""What a TPU holds of a bfloat16 array's second-minor dim in one tile."""
+
+
 class KeyBlock(NamedTuple):
     """Some keys as stored: k, v `[batch, kv_heads, keys, qkv]`, and of int8 ones the scales without qkv."""
 
@@ -117,10 +121,30 @@ def _write_layer(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, s
         update = jnp.swapaxes(new, 1, 2)[(None,) * len(lead)]  # [batch, kv_heads, time, …]
         places = (*lead, 0, 0, start, 0)[: leaf.ndim]
         return jax.lax.dynamic_update_slice(leaf, update, places)
+    if batch == time == 1:
+        return _write_token(leaf, lead, new, start[0])
     rows = jnp.arange(batch, dtype=start.dtype)[:, None]
     times = start[:, None] + jnp.arange(time, dtype=start.dtype)[None, :]
     # The slice between the two index arrays puts their dims first: [batch, time, kv_heads, …].
     return leaf.at[(*lead, rows, slice(None), times)].set(new, mode="drop", wrap_negative_indices=False)
+
+
+def _write_token(leaf: jax.Array, lead: tuple[jax.Array, ...], new: jax.Array, index: jax.Array) -> jax.Array:
+    """One token `[1, 1, kv_heads, …]` of a cache of one row, together with its neighbours.
+
+    Written alone it would have the TPU compiler keep the cache with one token a tile, and copy all of it for
+    attention to read, in every layer.
+    """
+    dim = len(lead) + 2
+    count = min(TOKENS_OF_A_TILE, leaf.shape[dim])
+    first = jnp.clip(index // count * count, 0, leaf.shape[dim] - count)
+    places = [jnp.asarray(place, jnp.int32) for place in (*lead, 0, 0, first, 0)][: leaf.ndim]
+    sizes = (*(1,) * len(lead), *leaf.shape[len(lead) : dim], count, *leaf.shape[dim + 1 :])
+    old = jax.lax.dynamic_slice(leaf, places, sizes)
+    mine = first + jnp.arange(count, dtype=jnp.int32) == index  # nowhere for an index beyond the end
+    mine = mine.reshape(-1, *(1,) * (leaf.ndim - dim - 1))
+    update = jnp.swapaxes(new, 1, 2)[(None,) * len(lead)]  # [1, kv_heads, 1, …]
+    return jax.lax.dynamic_update_slice(leaf, jnp.where(mine, update, old), places)
 
 
 class CacheShape(NamedTuple):

@@ -4,6 +4,8 @@ It runs in a process of its own, since the TPU compiler's library wants its own 
 
     TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.decode_on_tpu
 
+The last case is one text of 131,072 positions, dealt over all chips.
+
 Worked example: 8B in bfloat16 on v5e:4x4 as 4,4,1 at batch 64 and context 2048: 1.25 GiB of weights and cache
 a chip, of which the cache, donated, is 0.25.
 """

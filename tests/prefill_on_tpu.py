@@ -4,6 +4,8 @@
 
 `activation_bytes` is the formula of docs/layouts.md: what one layer's activations take on a chip.
 
+The last tested case is one prompt of 32,768 tokens, dealt over all chips and on a ring.
+
 Worked example: 540B in bfloat16 on v4:4x4x4, gathered over XYZ, 512 × 2048 tokens: 8 rows or 16,384 tokens a
 chip.
 """

@@ -42,7 +42,8 @@ PROTOTYPE_CYCLES = {"reference": 166_000, "one_way": 210_000, "throughput": 210_
 
 
 def test_no_mode_is_dearer_than_the_prototype_by_a_tenth(reports: list[dict]) -> None:
-    found = {report["mode"]: report["cycles"] for report in reports if report["model"] == "palm_8b"}
+    of_64 = [report for report in reports if (report["model"], report["batch"]) == ("palm_8b", 64)]
+    found = {report["mode"]: report["cycles"] for report in of_64}
     assert found.keys() == PROTOTYPE_CYCLES.keys()
     for mode, cycles in found.items():
         assert cycles <= 1.1 * PROTOTYPE_CYCLES[mode], mode
