@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from layers.attention import AttentionBlocks, attend
+from layers.attention_walk import XlaBlocks
 from layers.attn_all_to_all import gather_rows, my_kv_heads, reduce_kv, scatter_rows
 from layers.cache_ring import attend_by_ring
 from layers.hparams import Block, HParams, NormPlacement
@@ -113,7 +114,8 @@ class ShardedLayer:
         form = {"window": window, "cap": self.hparams.attn_softcap}
         axes = self.attention.context
         if self.attention.ring:
-            return attend_by_ring(q, segments, positions, axes, **form)
+            kernel = XlaBlocks(self.blocks.queries, self.blocks.keys)
+            return attend_by_ring(q, segments, positions, axes, kernel=kernel, **form)
         (q,) = vary_alike(axes, q)  # the same on all chips of the context until it meets their keys
         return attend(q, segments, positions, blocks=self.blocks, axes=axes, **form)
 
