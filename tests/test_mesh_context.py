@@ -1,5 +1,6 @@
 """Laws of context parallelism on the mesh: dealt positions, in prefill or in the cache, change no logits."""
 
+import functools
 import itertools
 import random
 
@@ -19,29 +20,30 @@ Pair = tuple[ShardingConfig, ShardingConfig]
 """Prefill and decoding."""
 
 
-def _legal(mesh: MeshShape) -> list[Pair]:
-    """Every legal pair with a context in prefill or decoding, the collectives in turn."""
-    modes = itertools.cycle(CollectiveMode)
+@functools.cache
+def _drawn(mesh: MeshShape) -> tuple[Pair, ...]:
+    """Legal pairs with a context in prefill or decoding, of many drawn at random, the collectives in turn."""
+    draw, modes = random.Random(str(mesh)), itertools.cycle(CollectiveMode)
     found = []
-    for layout, trade, prefill, *contexts in itertools.product(
-        Layout, AttnAllToAll, Layout, ContextSplit, ContextSplit
-    ):
-        if contexts == [ContextSplit.NONE] * 2:
-            continue
+    for _ in range(1000):
+        layout, prefill = draw.choice(list(Layout)), draw.choice(list(Layout))
+        trade = draw.choice(list(AttnAllToAll))
+        contexts = draw.choices(list(ContextSplit), k=2)
         try:
             decode = ShardingConfig(layout, trade, CollectiveConfig(next(modes)), contexts[1])
             pair = decode.for_prefill(prefill, contexts[0]), decode
             check_pair(*pair, mesh)
         except UserError:
             continue
-        found.append(pair)
-    return found
+        if contexts != [ContextSplit.NONE] * 2:
+            found.append(pair)
+    return tuple(found)
 
 
 def _chosen(mesh: MeshShape, count: int) -> list[Pair]:
-    """`count` of those that hold every (layout, context) of either step, each in few pairs."""
-    legal, seen, found = _legal(mesh), set(), []
-    for prefill, decode in random.Random(0).sample(legal, len(legal)):
+    """About `count` of those pairs that bring two settings together that none before them did."""
+    seen, found = set[tuple](), []
+    for prefill, decode in _drawn(mesh):
         keys = {
             ("prefill", prefill.layout, prefill.context),
             ("decode", decode.layout, decode.context),
