@@ -24,9 +24,11 @@ from inference_engine.model import OneDeviceModel
 from inference_engine.request import Request
 from inference_engine.sampling_params import SamplingParams
 from inference_engine.tokenizer import Tokenizer
+from layers.attention import AttentionBlocks
 from layers.hparams import HParams
 from layers.kv_cache import KVCache
 from layers.params import Params
+from layers.serial import ForwardOptions
 
 PROMPT_TOKENS = 65  # all but the last are prefilled: one whole chunk
 PREFILL_TOKENS = 257
@@ -54,7 +56,20 @@ class Subject:
 
 def make_subject(hparams: HParams, params: Params, tokenizer: Tokenizer, slots: int, steps: int) -> Subject:
     """Compiles the engine."""
-    return Subject(Engine(OneDeviceModel(hparams), params, EngineConfig(slots=slots)), tokenizer, steps)
+    return Subject(Engine(_model(hparams), params, EngineConfig(slots=slots)), tokenizer, steps)
+
+
+def whole_prompts(subject: Subject) -> Subject:
+    """The same with prompts of the prefill variant in one chunk; programs are compiled when they are called."""
+    engine = subject.engine
+    config = dataclasses.replace(engine.config, prefill_chunk=PREFILL_TOKENS - 1)
+    return dataclasses.replace(subject, engine=Engine(engine.model, engine.params, config, compiled=False))
+
+
+def _model(hparams: HParams) -> OneDeviceModel:
+    """As the command line runs it."""
+    blocks = AttentionBlocks.on(jax.default_backend())
+    return OneDeviceModel(hparams, ForwardOptions(blocks=blocks))
 
 
 def bare(subject: Subject) -> Callable[[], float]:

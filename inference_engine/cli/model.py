@@ -37,6 +37,7 @@ from inference_engine.scoring import Scorer
 from inference_engine.steps import Models
 from inference_engine.tokenizer import NUM_BYTES, ByteTokenizer, Tokenizer, check_vocab_fits
 from inference_engine.tokenizer_files import open_chat_template, open_tokenizer
+from layers.attention import AttentionBlocks
 from layers.communication import ElementBytes, insert_elements
 from layers.errors import UserError
 from layers.head_order import padded_form
@@ -198,7 +199,8 @@ def _load(
         with phase("loading weights", interrupts, Unit.BYTES) as update:
             params = load_params(model.state, model.load, update)
         with phase("compiling", interrupts):
-            options = ForwardOptions(config.activation_dtype)
+            blocks = AttentionBlocks.on(jax.default_backend())
+            options = ForwardOptions(config.activation_dtype, blocks)
             return make(model.runs_as(options), params, config)
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, model, config) from None

@@ -32,6 +32,7 @@ from inference_engine.generate import STEPS_IN_FLIGHT
 from inference_engine.profiling.bounds import Work, decode_flops, prefill_flops
 from inference_engine.profiling.settings import Method, Setting, Step
 from inference_engine.steps import Models
+from layers.attention import AttentionBlocks
 from layers.communication import ElementBytes, layer_terms, moved_bytes
 from layers.head_order import padded_form
 from layers.hparams import HParams
@@ -89,7 +90,8 @@ class Weights:
         check_model(self.state.hparams, shape)
         decode = sharding if setting.step is Step.DECODE else _stationary(sharding)
         check_pair(sharding, decode, shape)
-        options = ForwardOptions(setting.activation_dtype)
+        blocks = AttentionBlocks.on(jax.default_backend())
+        options = ForwardOptions(setting.activation_dtype, blocks)
         form = self.state.hparams
         return Models(*(MeshModel(form, shape, mesh, each, options) for each in (sharding, decode)))
 
