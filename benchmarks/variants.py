@@ -60,7 +60,7 @@ def make_subject(hparams: HParams, params: Params, tokenizer: Tokenizer, slots: 
 
 
 def whole_prompts(subject: Subject) -> Subject:
-    """The same with prompts of the prefill variant in one chunk; programs are compiled when they are called."""
+    """The same with the prefill variant's prompt in one chunk; programs are compiled when they are called."""
     engine = subject.engine
     config = dataclasses.replace(engine.config, prefill_chunk=PREFILL_TOKENS - 1)
     return dataclasses.replace(subject, engine=Engine(engine.model, engine.params, config, compiled=False))
