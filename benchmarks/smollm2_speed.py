@@ -1,8 +1,8 @@
 """SmolLM2-135M beside transformers: `python -m benchmarks.smollm2_speed [--json] [--rounds N]`.
 
 Both read the same GGUF, compute in float32 with two threads, take the prompt in one piece, and are measured
-in turn in one process. A ratio is the median over the rounds of times of the same round, so that a slow minute
-meets both. The bound at batch 1 is reading the weights once a token, at the memory speed measured just before
+in turn in one process. A ratio is the median over the rounds of times of the same round, so that a slow
+minute meets both. The bound at batch 1 is reading the weights once a token, at the memory speed measured just before
 ("beside") and at the best of the run. Without the extra `oracles` this project alone is measured.
 
 Data flow: name → file → `Subject` and transformers' model → rounds of (memory, ours, theirs) → tables.
@@ -59,10 +59,10 @@ class Measured:
 
     def ratio(self, batch: int, slow: str, fast: str) -> float | None:
         """How many times as long `slow` takes, median of the rounds; None where one was not measured."""
-        pairs = (self.seconds.get((batch, slow)), self.seconds.get((batch, fast)))
-        if pairs[0] is None or pairs[1] is None:
+        slower, faster = self.seconds.get((batch, slow)), self.seconds.get((batch, fast))
+        if slower is None or faster is None:
             return None
-        return statistics.median(a / b for a, b in zip(*pairs, strict=True))
+        return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
 
     def beside(self, batch: int, name: str) -> float:
         """Share of the memory speed measured just before, median of the rounds."""

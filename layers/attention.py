@@ -44,8 +44,8 @@ class AttentionBlocks:
         """What suits a platform.
 
         A CPU multiplies small blocks as fast as large ones, and follows a text's length more closely with
-        them: it reads, masks and multiplies a block whole. (SmolLM2-135M, a prompt of 256 tokens, 512 positions:
-        413 tokens/s with blocks of 128 × 128, 362 with 256 × 512, medians of 7 in one run.)
+        them: it reads, masks and multiplies a block whole. (SmolLM2-135M, a prompt of 256 tokens, 512
+        positions: 413 tokens/s with blocks of 128 × 128, 362 with 256 × 512, medians of 7 in one run.)
         """
         return cls(128, 128) if platform == "cpu" else cls()
 
