@@ -2,8 +2,8 @@
 
 Both read the same GGUF, compute in float32 with two threads, take the prompt in one piece, and are measured
 in turn in one process. A ratio is the median over the rounds of times of the same round, so that a slow
-minute meets both. The bound at batch 1 is reading the weights once a token, at the memory speed measured just before
-("beside") and at the best of the run. Without the extra `oracles` this project alone is measured.
+minute meets both. The bound at batch 1 is reading the weights once a token, at the memory speed measured just
+before ("beside") and at the best of the run. Without the extra `oracles` this project alone is measured.
 
 Data flow: name → file → `Subject` and transformers' model → rounds of (memory, ours, theirs) → tables.
 
