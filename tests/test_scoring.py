@@ -17,7 +17,7 @@ from inference_engine.scoring import Scorer
 from inference_engine.text_score import TextScore
 from layers import serial
 from layers.embedding import unembed
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.transformer import MeshModel
@@ -34,11 +34,14 @@ def scorer(config: EngineConfig = CONFIG) -> Scorer:
 
 
 @functools.cache
-def on_mesh(mesh: str, layout: Layout, setting: AttnAllToAll) -> Scorer:
+def on_mesh(
+    mesh: str, layout: Layout, setting: AttnAllToAll, context: ContextSplit = ContextSplit.NONE
+) -> Scorer:
     shape = MeshShape.parse(mesh)
     placement = MeshPlacement(layout.form.storage, shape, make_mesh(shape))
     params = load_params(synthetic_state(SMALL), LoadOptions(placement=placement))
-    model = MeshModel(SMALL, shape, placement.mesh, ShardingConfig(layout, setting))
+    sharding = ShardingConfig(layout, setting, context=context, ring=True)
+    model = MeshModel(SMALL, shape, placement.mesh, sharding)
     return Scorer(model, params, CONFIG)
 
 
@@ -88,6 +91,15 @@ def test_a_window_that_reaches_further_back_scores_otherwise() -> None:
 )
 def test_scores_on_a_mesh_are_one_devices(mesh: str, layout: Layout, setting: AttnAllToAll) -> None:
     found = on_mesh(mesh, layout, setting).score(IDS, STRIDE)
+    np.testing.assert_allclose(found, scorer().score(IDS, STRIDE), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "context"),
+    [(Layout.WEIGHT_STATIONARY_2D, ContextSplit.XY), (Layout.WEIGHT_GATHERED_X, ContextSplit.YZ)],
+)
+def test_scores_of_dealt_texts_are_one_devices(layout: Layout, context: ContextSplit) -> None:
+    found = on_mesh("2,2,2", layout, AttnAllToAll.NONE, context).score(IDS, STRIDE)
     np.testing.assert_allclose(found, scorer().score(IDS, STRIDE), atol=2e-5)
 
 

@@ -82,8 +82,13 @@ def score_command(registries: Registries) -> Command:
 def _mesh_group() -> Group:
     """`mesh_group` with one layout: nothing is decoded."""
     group = mesh_group()
-    options = [option for option in group.options if option.name not in ("prefill_layout", "decode_layout")]
-    return Group(group.title, _reworded(options, {"layout": "where weights and activations lie"}))
+    of_one_step = ("prefill_layout", "decode_layout", "decode_context_parallel")
+    options = [option for option in group.options if option.name not in of_one_step]
+    words = {
+        "layout": "where weights and activations lie",
+        "context_parallel": "mesh axes that deal a text's positions, for ring attention",
+    }
+    return Group(group.title, _reworded(options, words))
 
 
 def _engine_group(config: EngineConfig) -> Group:
