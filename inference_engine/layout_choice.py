@@ -11,7 +11,10 @@ XYZ-gathered 145 MB. For a prefill of 512 × 2048 tokens the order is the revers
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from layers.collectives.mode import CollectiveConfig
 from layers.communication import ElementBytes, layer_terms, moved_bytes
@@ -20,6 +23,8 @@ from layers.head_order import padded_form
 from layers.hparams import HParams
 from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig, check_chunk, check_pair
 from layers.mesh_shape import MeshShape
+
+Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,7 @@ class LayoutRequest:
       prefill, decode: layouts.
       attn_all_to_all, collectives: see `ShardingConfig`.
       prefill_context, decode_context: over which axes either deals positions.
+      decodes: whether anything is decoded; scoring is prefill alone, and all that was asked for is its own.
     """
 
     prefill: Layout | None = Layout.WEIGHT_STATIONARY_2D
@@ -38,6 +44,7 @@ class LayoutRequest:
     collectives: CollectiveConfig = CollectiveConfig()
     prefill_context: ContextSplit = ContextSplit.NONE
     decode_context: ContextSplit = ContextSplit.NONE
+    decodes: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +72,11 @@ def choose_layouts(request: LayoutRequest, hparams: HParams, mesh: MeshShape, wo
     Raises UserError for a request that cannot run, with the reason.
     """
     padded = padded_form(hparams, mesh)
+    if not request.decodes:
+        return _prefill_alone(request, padded, mesh, work)
     decodes = [request.decode] if request.decode else list(Layout)
     prefills = [request.prefill] if request.prefill else list(Layout)
-    pairs = list(_legal_pairs(request, decodes, prefills, mesh, work.prefill_chunk))
+    pairs = _legal_pairs(request, decodes, prefills, mesh, work.prefill_chunk)
     decode, why_decode = _fewest_bytes("decode", padded, mesh, [d for _, d in pairs], (work.slots, 1), work)
     beside = [prefill for prefill, d in pairs if d == decode]
     chunk = (work.prefill_rows, work.prefill_chunk)
@@ -82,25 +91,46 @@ def _legal_pairs(
     prefills: list[Layout],
     mesh: MeshShape,
     chunk: int,
-) -> Iterable[tuple[ShardingConfig, ShardingConfig]]:
-    """(prefill, decode) that can run; raises the last refusal if none can."""
-    refusal, found = UserError("no layout"), False
-    for layout in decodes:
-        for other in prefills:
-            try:
-                decode = ShardingConfig(
-                    layout, request.attn_all_to_all, request.collectives, request.decode_context
-                )
-                prefill = decode.for_prefill(other, request.prefill_context)
-                check_pair(prefill, decode, mesh)
-                check_chunk(prefill, chunk, mesh)
-            except UserError as error:
-                refusal = error
-                continue
-            found = True
-            yield prefill, decode
-    if not found:
-        raise refusal
+) -> list[tuple[ShardingConfig, ShardingConfig]]:
+    """(prefill, decode) that can run; raises the first refusal if none can."""
+
+    def pair(layout: Layout, other: Layout) -> tuple[ShardingConfig, ShardingConfig]:
+        decode = ShardingConfig(layout, request.attn_all_to_all, request.collectives, request.decode_context)
+        prefill = decode.for_prefill(other, request.prefill_context)
+        check_pair(prefill, decode, mesh)
+        check_chunk(prefill, chunk, mesh)
+        return prefill, decode
+
+    return _that_run(functools.partial(pair, *layouts) for layouts in itertools.product(decodes, prefills))
+
+
+def _that_run(makers: Iterable[Callable[[], Made]]) -> list[Made]:
+    """What can be made; raises the first refusal if nothing can."""
+    refusals, made = [], []
+    for make in makers:
+        try:
+            made.append(make())
+        except UserError as error:
+            refusals.append(error)
+    if not made:
+        raise refusals[0]
+    return made
+
+
+def _prefill_alone(request: LayoutRequest, padded: HParams, mesh: MeshShape, work: Workload) -> Layouts:
+    """The layout of texts that are only read, as both steps'."""
+
+    def prefill(layout: Layout) -> ShardingConfig:
+        trade, context = request.attn_all_to_all, request.prefill_context
+        made = ShardingConfig(layout, trade, request.collectives, context, ring=True)
+        check_chunk(made, work.prefill_chunk, mesh)
+        return made
+
+    layouts = [request.prefill] if request.prefill else list(Layout)
+    choices = _that_run(functools.partial(prefill, layout) for layout in layouts)
+    chunk = (work.prefill_rows, work.prefill_chunk)
+    chosen, why = _fewest_bytes("prefill", padded, mesh, choices, chunk, work)
+    return Layouts(chosen, chosen, () if request.prefill else (why,))
 
 
 def _fewest_bytes(

@@ -2,7 +2,8 @@
 
 A pytree passed in and out of every step, donated, written in place: stacked it rides in the layer loop's
 carry (as scan inputs and outputs it would exist twice), unrolled it is a tuple of one array a layer.
-Position p of row b stands at time index p, so a token's absolute position is its address.
+A row's p-th own token stands at time index p, or where positions are dealt over P chips (striped_cache.py)
+at index p // P of chip p mod P: its place is its address.
 
 Data flow: prefill writes chunks at one start for all rows; decode writes one token a row at each row's own
 position; `Segment` is what attention reads, block by block. The leaves are arrays, or int8 pairs
@@ -215,9 +216,10 @@ class KVCache:
         v: Float[Array, "batch time kv_heads qkv"],
         start: Int[Array, "*rows"],
     ) -> "KVCache":
-        """This cache with a layer's new keys and values at `start`, a scalar or one index a row.
+        """This cache with a layer's new keys and values from index `start` on, a scalar or one a row.
 
-        The caller keeps `start + time` within the cache: a scalar start beyond it would move the write.
+        The caller keeps `start + time` within the cache: a scalar start beyond it would move the write. What
+        a start of a row puts beyond it is dropped.
         """
         return KVCache(_write(self.k, layer, k, start), _write(self.v, layer, v, start))
 

@@ -204,7 +204,8 @@ class ShardingConfig:
         own axes in any case.
       ring: whether a step's queries are dealt as well: in prefill.
 
-    Raises UserError for an all-to-all or a context over axes along which a layout splits no heads.
+    Raises UserError for an all-to-all over axes along which the layout splits no heads, and for a context
+    over axes that the layout or the all-to-all uses otherwise.
     """
 
     layout: Layout = Layout.WEIGHT_STATIONARY_2D
@@ -217,13 +218,14 @@ class ShardingConfig:
         form = self.layout.form
         trades = _Choice("attn_all_to_all", self.attn_all_to_all, AttnAllToAll)
         trades.refuse_axes(form.gathered, f"trades heads that layout {self.layout.value} does not split over")
-        context = _Choice("context_parallel", self.context, ContextSplit)
+        flag = "context_parallel" if self.ring else "decode_context_parallel"
+        context = _Choice(flag, self.context, ContextSplit)
         rows, time = form.stays_split
         context.refuse_axes(rows, f"deals positions where layout {self.layout.value} splits the batch over")
         if time:
             context.refuse_all_but(time, f"is not how layout {self.layout.value} splits time, over")
         dealt = self.context.axes
-        trades.refuse_axes(dealt, f"trades heads where context_parallel={self.context.value} deals over")
+        trades.refuse_axes(dealt, f"trades heads where {flag}={self.context.value} deals over")
 
     @property
     def attention(self) -> AttentionAxes:

@@ -113,7 +113,7 @@ class ShardedLayer:
         """Attention over keys that are here, or dealt: they go round, or what each chip finds is joined."""
         form = {"window": window, "cap": self.hparams.attn_softcap}
         axes = self.attention.context
-        if self.attention.ring:
+        if self.attention.ring and lax.axis_size(axes) > 1:
             kernel = XlaBlocks(self.blocks.queries, self.blocks.keys)
             return attend_by_ring(q, segments, positions, axes, kernel=kernel, **form)
         (q,) = vary_alike(axes, q)  # the same on all chips of the context until it meets their keys

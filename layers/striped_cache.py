@@ -74,10 +74,12 @@ def write_index(
       stripes, split: how the cache is dealt, and whether the tokens are too.
       end: an index beyond the cache, at which nothing is written.
     """
-    if stripes is None:
+    if stripes is None or stripes.chips == 1:
         return start
-    if split:
+    if split and not start.ndim:
         return start // stripes.chips
-    if time > 1 or not start.ndim:
-        raise ValueError("tokens on every chip of a dealt cache; allowed: one a row, each at its own index")
+    if split or time > 1 or not start.ndim:
+        raise ValueError(
+            "tokens of a dealt cache; allowed: dealt ones from one index on, or one a row at its own index"
+        )
     return stripes.index(start, end)

@@ -93,11 +93,11 @@ class MeshModel:
         )
 
     def shared_shape(self, entries: int, time: int) -> CacheShape:
-        """Sizes of shared prefixes: nothing is padded, since no axis splits them but those of the heads."""
+        """Sizes of shared prefixes; no axis splits their rows, positions are padded as the cache's are."""
         return self.cache_shape(1, time)._replace(batch=entries)
 
     def shared_specs(self, cache: KVCache) -> KVCache:
-        """Where shared prefixes lie: by kv heads, on every chip that splits the batch."""
+        """Where shared prefixes lie: by kv heads and positions, on every chip that splits the batch."""
         return cache_specs(cache, self.sharding.attention.whole_rows)
 
     @property
@@ -107,7 +107,7 @@ class MeshModel:
 
     @property
     def attention(self) -> AttentionAxes:
-        """How the cache's rows and heads lie on the mesh."""
+        """How the cache's rows, heads and positions lie on the mesh."""
         return self.sharding.attention
 
     @property

@@ -41,6 +41,22 @@ def test_covering_set_holds_every_legal_pair_of_values(mesh: MeshShape) -> None:
     assert _pairs(covering_cases(SMALL, mesh)) == _pairs(list(all_cases(SMALL, mesh)))
 
 
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {"context": (ContextSplit.XYZ,), "prefill_context": (ContextSplit.XYZ,)},
+        {"context": (ContextSplit.Z,), "prefill_context": (ContextSplit.Z,)},
+        {"context": (ContextSplit.XYZ,), "prefill_context": (NONE, XY)},
+        {"layout": (Layout.WEIGHT_GATHERED_X,), "prefill_context": (XY,)},
+        {"attn_all_to_all": (AttnAllToAll.AXES_YZ,)},
+    ],
+    ids=str,
+)
+def test_a_narrowed_set_holds_every_legal_pair_too(narrowed: dict) -> None:
+    factors = dataclasses.replace(SMALL, batch=(1,), **narrowed)
+    assert _pairs(covering_cases(factors, CUBE)) == _pairs(list(all_cases(factors, CUBE)))
+
+
 def test_covering_set_is_small_and_has_no_case_twice() -> None:
     cases = covering(CUBE)
     assert len(set(cases)) == len(cases) <= 84

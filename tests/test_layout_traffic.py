@@ -153,7 +153,8 @@ def compiled(name: str, mesh: MeshShape, sharding: ShardingConfig, rows: int) ->
     lies = sharding.layout.form
     residual = P(lies.batch or None, lies.time or None, lies.embed or None)
     step = jax.jit(model.sharded(run, specs, (residual, specs[1])), in_shardings=model.placed(specs))
-    tokens, start = np.zeros((rows, time_of(sharding, mesh)), np.int32), np.zeros((rows,), np.int32)
+    tokens = np.zeros((rows, time_of(sharding, mesh)), np.int32)
+    start = np.zeros(() if sharding.attention.ring else (rows,), np.int32)
     return model, step.lower(params, cache, tokens, start).compile().as_text()
 
 

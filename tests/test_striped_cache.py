@@ -176,6 +176,7 @@ def test_a_token_is_written_once_at_its_position(stacked: bool, rng: np.random.G
 
 def test_what_a_dealt_cache_cannot_take_is_refused() -> None:
     stripes = Striping(jnp.int32(0), CHIPS)
-    for start, time in ((jnp.zeros(3, jnp.int32), 2), (jnp.int32(0), 1)):
-        with pytest.raises(ValueError, match="allowed: one a row"):
-            write_index(start, time, stripes, split=False, end=5)
+    of_rows, of_all = jnp.zeros(3, jnp.int32), jnp.int32(0)
+    for start, time, split in ((of_rows, 2, False), (of_all, 1, False), (of_rows, 8, True)):
+        with pytest.raises(ValueError, match="one a row at its own index"):
+            write_index(start, time, stripes, split=split, end=5)

@@ -15,7 +15,7 @@ from inference_engine.sampling_params import SamplingParams
 from layers.collectives.mode import CollectiveConfig, CollectiveMode
 from layers.errors import UserError
 from layers.hparams import HParams
-from layers.layout import AttnAllToAll, Layout, ShardingConfig
+from layers.layout import AttnAllToAll, ContextSplit, Layout, ShardingConfig
 from layers.mesh import make_mesh
 from layers.mesh_shape import MeshShape
 from layers.transformer import MeshModel
@@ -113,12 +113,40 @@ def test_auto_never_pairs_layouts_that_need_two_copies() -> None:
             LayoutRequest(decode=Layout.WEIGHT_GATHERED_XYZ, attn_all_to_all=AttnAllToAll.AXES_YZ),
             "does not split over x, y, z; nearest: attn_all_to_all=none$",
         ),
+        (
+            LayoutRequest(Layout.WEIGHT_GATHERED_XY_TIME, prefill_context=ContextSplit.YZ),
+            "^context_parallel=yz is not how layout gathered_xy_time splits time, .*nearest: xy$",
+        ),
+        (
+            LayoutRequest(attn_all_to_all=AttnAllToAll.AXES_YZ, decode_context=ContextSplit.XY),
+            "^attn_all_to_all=yz trades heads where decode_context_parallel=xy deals .*nearest: z$",
+        ),
     ],
-    ids=["storage", "time", "trade", "no trade"],
+    ids=["storage", "time", "trade", "no trade", "context", "context and trade"],
 )
 def test_what_cannot_run_is_refused_with_the_reason(request_: LayoutRequest, words: str) -> None:
     with pytest.raises(UserError, match=words):
         choose_layouts(request_, MODEL, CUBE, WORK)
+
+
+def test_an_open_request_is_refused_for_what_was_asked() -> None:
+    request_ = LayoutRequest(None, None, prefill_context=ContextSplit.XY, decode_context=ContextSplit.XY)
+    with pytest.raises(
+        UserError, match=r"with context_parallel=xy splits time .*multiples of 4; nearest: 32"
+    ):
+        choose_layouts(request_, MODEL, CUBE, Workload(8, 1, 30))
+
+
+def test_texts_that_are_only_read_have_one_layout() -> None:
+    request_ = LayoutRequest(
+        attn_all_to_all=AttnAllToAll.AXES_YZX, prefill_context=ContextSplit.Z, decodes=False
+    )
+    with pytest.raises(UserError, match=r"^attn_all_to_all=yzx trades heads where context_parallel=z deals"):
+        choose_layouts(request_, MODEL, CUBE, WORK)
+    chosen = choose_layouts(LayoutRequest(None, decodes=False), MODEL, CUBE, WORK)
+    assert chosen.prefill is chosen.decode
+    assert chosen.prefill.layout is Layout.WEIGHT_GATHERED_XYZ
+    assert len(chosen.reasons) == 1
 
 
 def test_a_chunk_that_time_cannot_be_split_into_is_refused_with_the_nearest() -> None:

@@ -99,7 +99,8 @@ class Factors:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Case))
-LAYOUT, PREFILL, TRADE, CONTEXT, PREFILL_CONTEXT = range(5)  # the first fields; the others go with any
+LAYOUT_FIELDS = 5
+LAYOUT, PREFILL, TRADE, CONTEXT, PREFILL_CONTEXT = range(LAYOUT_FIELDS)  # the other fields go with any
 Chosen = Mapping[int, Any]
 """Values of some fields, by the field's place."""
 Value = tuple[int, int]
@@ -108,7 +109,7 @@ Value = tuple[int, int]
 
 def refusal(chosen: Chosen, mesh: MeshShape) -> str | None:
     """Why these values cannot run together, None if they can; nothing is said without a decode layout."""
-    return _refusal(*(chosen.get(place) for place in range(PREFILL_CONTEXT + 1)), mesh)
+    return _refusal(*(chosen.get(place) for place in range(LAYOUT_FIELDS)), mesh)
 
 
 @functools.cache
@@ -155,7 +156,7 @@ def illegal_settings(factors: Factors, mesh: MeshShape) -> list[tuple[str, str]]
                 for value in factors.values[place]
             }
     for layout, context in itertools.product(factors.prefill_layout, factors.prefill_context):
-        prefills = functools.partial(ShardingConfig, layout, context=context)
+        prefills = functools.partial(ShardingConfig, layout, context=context, ring=True)
         found[f"prefill_layout {layout.value}, prefill_context {context.value}"] = _refused(prefills)
     for trade, context in itertools.product(factors.attn_all_to_all, factors.context):
         decodes = functools.partial(ShardingConfig, attn_all_to_all=trade, context=context)
@@ -165,7 +166,7 @@ def illegal_settings(factors: Factors, mesh: MeshShape) -> list[tuple[str, str]]
 
 def all_cases(factors: Factors, mesh: MeshShape) -> Iterator[Case]:
     """Every legal combination."""
-    layouts, rest = factors.values[: PREFILL_CONTEXT + 1], factors.values[PREFILL_CONTEXT + 1 :]
+    layouts, rest = factors.values[:LAYOUT_FIELDS], factors.values[LAYOUT_FIELDS:]
     for chosen in itertools.product(*layouts):
         if refusal(dict(enumerate(chosen)), mesh) is None:
             yield from (Case(*chosen, *values) for values in itertools.product(*rest))
@@ -209,8 +210,14 @@ class _Covering:
     """
 
     def __init__(self, factors: Factors, mesh: MeshShape) -> None:
-        self.values, self.mesh = factors.values, mesh
+        self.values = factors.values
         self.missing: set[tuple[int, int, int, int]] = set()
+        layouts = itertools.product(*(range(len(values)) for values in self.values[:LAYOUT_FIELDS]))
+        self.legal = [at for at in layouts if refusal(self._chosen(at), mesh) is None]
+        self._can_run = functools.cache(self._extends)
+
+    def _chosen(self, places: Sequence[int]) -> Chosen:
+        return {field: self.values[field][at] for field, at in enumerate(places)}
 
     def cases(self, wanted: Callable[[Value, Value], bool]) -> list[Case]:
         """Cases that hold all wanted pairs that can run."""
@@ -237,16 +244,18 @@ class _Covering:
         for field in range(len(self.values)):
             if field in chosen:
                 continue
-            legal = [at for at in range(len(self.values[field])) if self._can_run(chosen | {field: at})]
+            legal = [
+                at for at in range(len(self.values[field])) if self._can_run(_layouts(chosen | {field: at}))
+            ]
             if not legal:
                 return None
             gains = [self._gain(field, at, chosen) for at in legal]
             chosen[field] = legal[gains.index(max(gains))]
-        return [chosen[field] for field in range(len(self.values))] if self._can_run(chosen) else None
+        return [chosen[field] for field in range(len(self.values))]
 
-    def _can_run(self, chosen: Mapping[int, int]) -> bool:
-        layouts = {field: self.values[field][at] for field, at in chosen.items() if field <= PREFILL_CONTEXT}
-        return refusal(layouts, self.mesh) is None
+    def _extends(self, chosen: frozenset[Value]) -> bool:
+        """Whether some legal choice of all fields of a layout has these values."""
+        return any(all(places[field] == at for field, at in chosen) for places in self.legal)
 
     def _gain(self, field: int, at: int, chosen: Mapping[int, int]) -> int:
         """Missing pairs that a value would cover with those chosen."""
@@ -254,6 +263,11 @@ class _Covering:
             ((field, at, other, b) if field < other else (other, b, field, at)) in self.missing
             for other, b in chosen.items()
         )
+
+
+def _layouts(chosen: Mapping[int, int]) -> frozenset[Value]:
+    """Of a choice the fields that decide whether it can run."""
+    return frozenset((field, at) for field, at in chosen.items() if field < LAYOUT_FIELDS)
 
 
 def _pairs(chosen: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

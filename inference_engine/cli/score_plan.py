@@ -16,7 +16,6 @@ from inference_engine.cli.registries import Registries
 from inference_engine.score_windows import check_stride
 from inference_engine.tokenizer import text_from_bytes
 from layers.errors import UserError
-from layers.layout import ContextSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +71,13 @@ def score_plan(flags: Flags, registries: Registries) -> ScorePlan:
 
 
 def _mesh(flags: Flags) -> MeshOptions | None:
-    """The mesh with prefill's layout, in which texts are scored; decoding's is left open."""
+    """The mesh with prefill's layout, in which texts are scored."""
     left_out = ("prefill_layout", "decode_layout", "decode_context_parallel")
     known = dict.fromkeys(left_out) | dict(flags.values)
     mesh = mesh_options(Flags(known, flags.given))
     if mesh is None:
         return None
-    layouts = dataclasses.replace(mesh.layouts, decode=None, decode_context=ContextSplit.NONE)
-    return dataclasses.replace(mesh, layouts=layouts)
+    return dataclasses.replace(mesh, layouts=dataclasses.replace(mesh.layouts, decodes=False))
 
 
 def _text(text: str | None, file: str | None) -> tuple[str, str]:
