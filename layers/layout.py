@@ -2,10 +2,9 @@
 
 `Layout` says where weights and the residual live, `AttnAllToAll` how attention re-shards the batch,
 `ContextSplit` whether a text's positions are dealt over chips, and `ShardingConfig` holds them with the form
-of the collective matmuls. Every choice carries its mesh axes, so
-that the layers are one straight path and no ladder of cases. What cannot run is refused here and nowhere
-else: `ShardingConfig` knows one step's rules, `check_pair` those of prefill and decode over one copy of the
-weights.
+of the collective matmuls. Every choice carries its mesh axes, so that the layers are one straight path and no
+ladder of cases. What cannot run is refused here and nowhere else: `ShardingConfig` knows one step's rules,
+`check_pair` those of prefill and decode over one copy of the weights.
 
 Worked example: on a mesh 2,2,2 AXES_YZ leaves each chip a quarter of the batch (axes y, z) and half of the
 heads (axis x). GATHERED_XY leaves it a quarter of the batch (x, y) and half of the heads (z).
@@ -113,7 +112,16 @@ _FORMS = {
 }
 
 
-class AttnAllToAll(enum.Enum):
+class AxesSetting(enum.Enum):
+    """A choice of mesh axes, whose value is their letters, or `none`."""
+
+    @property
+    def axes(self) -> Axes:
+        """The axes, major first."""
+        return () if self.value == "none" else tuple(self.value)
+
+
+class AttnAllToAll(AxesSetting):
     """Mesh axes over which attention splits the batch instead of the heads."""
 
     NONE = "none"
@@ -121,13 +129,8 @@ class AttnAllToAll(enum.Enum):
     AXES_YZ = "yz"
     AXES_YZX = "yzx"
 
-    @property
-    def axes(self) -> Axes:
-        """Axes that trade heads for rows of the batch, major first."""
-        return tuple(self.value) if self is not AttnAllToAll.NONE else ()
 
-
-class ContextSplit(enum.Enum):
+class ContextSplit(AxesSetting):
     """Mesh axes over which attention and the KV cache split a text's positions instead of the heads."""
 
     NONE = "none"
@@ -138,11 +141,6 @@ class ContextSplit(enum.Enum):
     XZ = "xz"
     YZ = "yz"
     XYZ = "xyz"
-
-    @property
-    def axes(self) -> Axes:
-        """Axes over which positions are dealt, major first."""
-        return tuple(self.value) if self is not ContextSplit.NONE else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,10 +214,10 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         form = self.layout.form
-        trades = _Choice("attn_all_to_all", self.attn_all_to_all, AttnAllToAll)
+        trades = _Choice("attn_all_to_all", self.attn_all_to_all)
         trades.refuse_axes(form.gathered, f"trades heads that layout {self.layout.value} does not split over")
         flag = "context_parallel" if self.ring else "decode_context_parallel"
-        context = _Choice(flag, self.context, ContextSplit)
+        context = _Choice(flag, self.context)
         rows, time = form.stays_split
         context.refuse_axes(rows, f"deals positions where layout {self.layout.value} splits the batch over")
         if time:
@@ -266,24 +264,23 @@ class ShardingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """One setting of an enum of axes, and how it is refused."""
+    """A setting under its flag's name, and how it is refused."""
 
     name: str
-    chosen: AttnAllToAll | ContextSplit
-    settings: type[AttnAllToAll] | type[ContextSplit]
+    chosen: AxesSetting
 
     def refuse_axes(self, axes: Axes, why: str) -> None:
         """Refuses a setting with one of these axes; `why` is followed by their names."""
         if set(self.chosen.axes) & set(axes):
-            legal = [setting for setting in self.settings if not set(setting.axes) & set(axes)]
+            legal = [setting for setting in type(self.chosen) if not set(setting.axes) & set(axes)]
             self._refuse(axes, why, legal)
 
     def refuse_all_but(self, axes: Axes, why: str) -> None:
         """Refuses a setting of other axes than none or these."""
         if self.chosen.axes not in ((), axes):
-            self._refuse(axes, why, [s for s in self.settings if s.axes in ((), axes)])
+            self._refuse(axes, why, [s for s in type(self.chosen) if s.axes in ((), axes)])
 
-    def _refuse(self, axes: Axes, why: str, legal: "list[AttnAllToAll | ContextSplit]") -> None:
+    def _refuse(self, axes: Axes, why: str, legal: list[AxesSetting]) -> None:
         nearest = max(legal, key=lambda s: (len(set(s.axes) & set(self.chosen.axes)), -len(s.axes)))
         remedy = f"allowed: {', '.join(setting.value for setting in legal)}; nearest: {nearest.value}"
         if len(legal) == 1:  # `none` alone would read as if nothing were
