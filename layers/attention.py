@@ -123,13 +123,8 @@ def _read_block(segment: Segment, first: int | jax.Array, size: int) -> KeyBlock
     v, v_scale = (
         None if leaf is None else _valid_values(leaf, segment, places) for leaf in (stored.v, stored.v_scale)
     )
-    k, k_scale = _keys(stored.k, segment, places), stored.k_scale
-    if segment.key_rates is not None:
-        positions = (segment.start[: k.shape[0], None] + places[None, :]).astype(jnp.float32)
-        k = k.astype(jnp.float32) * jnp.exp(
-            positions[:, None, :, None] * segment.key_rates.reshape(1, 1, 1, -1)
-        )
-    return KeyBlock(k, v, k_scale, v_scale)
+    k = segment.stretched(_keys(stored.k, segment, places), places)
+    return KeyBlock(k, v, stored.k_scale, v_scale)
 
 
 def _keys(k: jax.Array, segment: Segment, places: Int[Array, " keys"]) -> jax.Array:

@@ -78,14 +78,12 @@ def ring_keys(segment: Segment, first: int | jax.Array, size: int, dtype: jnp.dt
     A block that ends beyond the segment is moved back inside it; what a block before it has is padding.
     """
     placed = jnp.minimum(first, segment.keys - size)
-    block, places = segment.block(placed, size), segment.places(placed, size)[None, :]
+    block, places = segment.block(placed, size), segment.places(placed, size)
     new = placed + jnp.arange(size, dtype=jnp.int32) >= first
-    real = (places < segment.length[:, None]) & new[None, :]
-    positions = segment.start[:, None] + places
-    k, v = _scaled(block.k, block.k_scale), _scaled(block.v, block.v_scale)
-    if segment.key_rates is not None:
-        at = positions[: len(k)].astype(jnp.float32)[:, None, :, None]
-        k = k.astype(jnp.float32) * jnp.exp(at * segment.key_rates.reshape(1, 1, 1, -1))
+    real = (places[None, :] < segment.length[:, None]) & new[None, :]
+    positions = segment.start[:, None] + places[None, :]
+    k = segment.stretched(_scaled(block.k, block.k_scale), places)
+    v = _scaled(block.v, block.v_scale)
     rows = len(segment.length)
     k, v = (jnp.broadcast_to(jnp.swapaxes(x, 1, 2).astype(dtype), _of_rows(x, rows)) for x in (k, v))
     return Keys(k, v, jnp.stack([positions, jnp.where(real, 0, PADDING)], axis=1))

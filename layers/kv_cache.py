@@ -76,6 +76,14 @@ class Segment:
         """How many of the places below a number the arrays hold."""
         return below if self.stripes is None else self.stripes.held(below)
 
+    def stretched(self, k: jax.Array, places: Int[Array, " keys"]) -> jax.Array:
+        """Keys `[batch, kv_heads, keys, qkv]` of these places, with what is left to do done in float32."""
+        if self.key_rates is None:
+            return k
+        positions = (self.start[: len(k), None] + places[None, :]).astype(jnp.float32)
+        rates = self.key_rates.reshape(1, 1, 1, -1)
+        return k.astype(jnp.float32) * jnp.exp(positions[:, None, :, None] * rates)
+
     def block(self, first: int | jax.Array, size: int) -> KeyBlock:
         """`size` keys from index `first`; with `row` set their batch is 1."""
         cut = functools.partial(_cut, layer=self.layer, row=self.row, first=first, size=size)
