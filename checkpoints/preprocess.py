@@ -125,42 +125,47 @@ def preprocess_layer(
     ff_gain = gain if hparams.norm_placement is NormPlacement.SHARED else layer.folded_gain("norm2")
 
     q = layer.kernel("q", hparams.embed, gain, on_q)
-    kv = storage.keys_values([layer.kernel(name, hparams.embed, gain) for name in ("k", "v")])
+    keys_values = [layer.kernel(name, hparams.embed, gain) for name in ("k", "v")]
+    wkv = storage.keys_values(keys_values)
     w0 = layer.kernel("w0", hparams.embed, ff_gain, on_w0)
     ff_in = [w0, layer.kernel("w1", hparams.embed, ff_gain)] if hparams.act.gated else [w0]
     o, w2 = layer.kernel("o", width), layer.kernel("w2", hparams.ff)
 
-    q_bias = ("q_bias", on_q, width)
+    q_biases = [("q_bias", on_q, width)]
     ff_biases = [("w0_bias", on_w0, hparams.ff), ("w1_bias", 1.0, hparams.ff)][: len(ff_in)]
     kv_biases = [("k_bias", 1.0, kv_width), ("v_bias", 1.0, kv_width)]
-    norms = {"norm": layer.kept_norm("norm"), "bkv": layer.biases(ONE_DEVICE, *kv_biases)}
+    inputs: dict[str, Any] = {"norm": layer.kept_norm("norm")}
+    if wkv is None:
+        queries = [q, *keys_values]
+        q_biases += kv_biases
+    else:
+        queries = [q]
+        inputs |= {"wkv": _stored(wkv, dtype), "bkv": layer.biases(ONE_DEVICE, *kv_biases)}
     if hparams.qk_norm is not None:
-        norms["q_norm"] = NormParams(layer.vector("q_norm_gain") * constant)
-        norms["k_norm"] = NormParams(layer.vector("k_norm_gain"))
+        inputs["q_norm"] = NormParams(layer.vector("q_norm_gain") * constant)
+        inputs["k_norm"] = NormParams(layer.vector("k_norm_gain"))
     if hparams.fused:
         return LayerParams(
-            wi=_stored(storage.beside([q, *ff_in]), dtype),
-            wkv=_stored(kv, dtype),
+            wi=_stored(storage.beside([*queries, *ff_in]), dtype),
             wo=_stored(storage.below([o, w2]), dtype),
-            bi=layer.biases(storage, q_bias, *ff_biases),
+            bi=layer.biases(storage, *q_biases, *ff_biases),
             bo=layer.summed_biases("o_bias", "w2_bias"),
-            **norms,
+            **inputs,
         )
     if hparams.norm_placement is not NormPlacement.SHARED:
-        norms["norm2"] = layer.kept_norm("norm2")
+        inputs["norm2"] = layer.kept_norm("norm2")
     if hparams.norm_placement is NormPlacement.PRE_AND_POST:
-        norms |= {name: layer.norm(name) for name in ("post_norm", "post_norm2")}
+        inputs |= {name: layer.norm(name) for name in ("post_norm", "post_norm2")}
     return LayerParams(
-        wi=_stored(storage.beside([q]), dtype),
-        wkv=_stored(kv, dtype),
+        wi=_stored(storage.beside(queries), dtype),
         wo=_stored(storage.below([o]), dtype),
         wi_ff=_stored(storage.beside(ff_in), dtype),
         wo_ff=_stored(storage.below([w2]), dtype),
-        bi=layer.biases(storage, q_bias),
+        bi=layer.biases(storage, *q_biases),
         bo=layer.summed_biases("o_bias"),
         bi_ff=layer.biases(storage, *ff_biases),
         bo_ff=layer.summed_biases("w2_bias"),
-        **norms,
+        **inputs,
     )
 
 

@@ -1,7 +1,8 @@
 """The order in which a mesh, or one device, stores the matrices of a layer.
 
 On one device matrices are stored output-major, `[cols, rows]` (`layers.numerics` says why): those that read
-the same input stand above each other, and those whose outputs are added stand next to each other. On a mesh
+the same input stand above each other, k and v between q and W0, and those whose outputs are added stand next
+to each other. Few large products read memory faster than many small ones. On a mesh
 they are cut into chunks, one a chip in (y, z, x) order, each with its share of every part, and stored
 chunk-major with plain two-dimensional chunks: a collective matmul then indexes leading dims only, and no
 chip ever copies or re-lays a weight.
@@ -48,8 +49,8 @@ class Storage(Protocol):
     def beside(self, parts: Sequence[Weight]) -> Weight:
         """Fuses matrices `[rows, cols]` that read the same input."""
 
-    def keys_values(self, parts: Sequence[Weight]) -> Weight:
-        """Fuses the projections of k and v, `[rows, cols]` each."""
+    def keys_values(self, parts: Sequence[Weight]) -> Weight | None:
+        """Fuses the projections of k and v, `[rows, cols]` each; None where they go beside that of q."""
 
     def below(self, parts: Sequence[Weight]) -> Weight:
         """Fuses matrices `[rows, cols]` whose outputs are added."""
@@ -73,9 +74,8 @@ class OneDevice:
         """`[all cols, rows]`."""
         return _output_major(_join(parts, axis=-1))
 
-    def keys_values(self, parts: Sequence[Weight]) -> Weight:
-        """`[all cols, rows]`."""
-        return self.beside(parts)
+    def keys_values(self, parts: Sequence[Weight]) -> None:
+        """They read the same input as q, and each product more costs time."""
 
     def below(self, parts: Sequence[Weight]) -> Weight:
         """`[cols, all rows]`."""

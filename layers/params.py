@@ -9,7 +9,7 @@ partition specs and shardings.
 
 Data flow: `checkpoints.preprocess` builds it → `serial` or `transformer` reads it; nobody writes it.
 
-Worked example: PaLM 8B on one device has, per layer, wi [16·256 + 2·16384, 4096], wkv [512, 4096] and
+Worked example: PaLM 8B on one device has, per layer, wi [16·256 + 2·256 + 2·16384, 4096] and
 wo [4096, 16·256 + 16384].
 """
 
@@ -25,8 +25,8 @@ from layers.norm import NormParams
 class LayerParams:
     """One layer (or a stack of them). Matrices are output-major on one device; None where absent.
 
-    wi    [q | W0 | W1, embed] of a fused block, [q, embed] otherwise
-    wkv   [k | v, embed]
+    wi    [q | k | v | W0 | W1, embed] of a fused block, [q | k | v, embed] otherwise; on a mesh without k, v
+    wkv   [embed, k | v] on a mesh, None on one device
     wo    [embed, attention | ff] of a fused block, [embed, attention] otherwise
     wi_ff [W0 | W1, embed], wo_ff [embed, ff]: blocks that are not fused
     b*    the biases, laid out as the outputs of the matrix of that name
@@ -34,8 +34,8 @@ class LayerParams:
     """
 
     wi: Any
-    wkv: Any
     wo: Any
+    wkv: Any = None
     wi_ff: Any = None
     wo_ff: Any = None
     bi: Any = None

@@ -4,12 +4,12 @@ A layer is written once and serves every form of `HParams`: the parallel block w
 (PaLM), the parallel block with two norms, and the serial block, with or without norms after its branches.
 
 Data flow, fused parallel block:
-  x [batch, time, embed] → n = norm(x) → n·wi = q | W0 | W1 columns, n·wkv = k | v
+  x [batch, time, embed] → n = norm(x) → n·wi = q | k | v | W0 | W1 columns
   → rope, k and v into the cache, attention → a [batch, time, heads·qkv]; m = act(W0) * W1
   → x + [a | m]·wo.
 
-Worked example: PaLM 8B at batch 1, time 1: n [1, 1, 4096], n·wi [1, 1, 4096 + 32768], a 4096 wide, m 16384
-wide, [a | m]·wo [1, 1, 4096].
+Worked example: PaLM 8B at batch 1, time 1: n [1, 1, 4096], n·wi [1, 1, 4096 + 512 + 32768], a 4096 wide,
+m 16384 wide, [a | m]·wo [1, 1, 4096].
 """
 
 import dataclasses
@@ -156,15 +156,16 @@ def _layer(
     """One block: x [batch, time, embed] in and out."""
     options, attention = how
     n = apply_norm(x, weights.norm, hparams.norm, hparams.norm_eps)
-    projected = project(n, weights.wi, weights.bi)  # q, or q | W0 | W1
     q_width = hparams.heads * hparams.qkv
-    q, keys, values = _queries_keys_values(hparams, weights, projected[..., :q_width], n, step)
+    attention_width = q_width + 2 * hparams.kv_heads * hparams.qkv
+    projected = project(n, weights.wi, weights.bi)  # q | k | v, and W0 | W1 of a fused block
+    q, keys, values = _queries_keys_values(hparams, weights, projected[..., :attention_width], step)
     segments, cache = _remember(cache, index, keys, values, step)
     a = attention(
         q, segments, step.positions, window=window, cap=hparams.attn_softcap, blocks=options.blocks
     ).reshape(*x.shape[:2], q_width)
     if hparams.fused:
-        m = ff_hidden(hparams.act, projected[..., q_width:])
+        m = ff_hidden(hparams.act, projected[..., attention_width:])
         return x + project(jnp.concatenate([a, m], axis=-1), weights.wo, weights.bo), cache
     branch = _after(hparams, project(a, weights.wo, weights.bo), weights.post_norm)
     mlp_input = x + branch if hparams.block is Block.SERIAL else x
@@ -182,13 +183,11 @@ def _after(hparams: HParams, branch: jax.Array, params: NormParams) -> jax.Array
 
 
 def _queries_keys_values(
-    hparams: HParams, weights: LayerParams, q: jax.Array, n: jax.Array, step: _Tokens
+    hparams: HParams, weights: LayerParams, columns: jax.Array, step: _Tokens
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [batch, time, heads, qkv] and k, v [batch, time, kv_heads, qkv], normed and rotated."""
-    lead = n.shape[:2]
-    q = q.reshape(*lead, hparams.heads, hparams.qkv)
-    kv = project(n, weights.wkv, weights.bkv).reshape(*lead, 2, hparams.kv_heads, hparams.qkv)
-    k, v = kv[:, :, 0], kv[:, :, 1]
+    """q [batch, time, heads, qkv] and k, v [batch, time, kv_heads, qkv], normed and rotated, of q | k | v."""
+    heads = columns.reshape(*columns.shape[:2], -1, hparams.qkv)
+    q, k, v = jnp.split(heads, [hparams.heads, hparams.heads + hparams.kv_heads], axis=2)
     if hparams.qk_norm is not None:
         q = apply_norm(q, weights.q_norm, hparams.qk_norm, hparams.qk_norm_eps)
         k = apply_norm(k, weights.k_norm, hparams.qk_norm, hparams.qk_norm_eps)
