@@ -47,11 +47,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_inside(file: Path) -> None:
-    """Refuse a link that leads out of the file's folder.
+    """Refuse a link that leads out of the file's folder, and a pipe or a device, which may never end.
 
     The Hugging Face hub's own cache is an exception: there `snapshots/REVISION/config.json` is a link into
     the folder `blobs` beside `snapshots`.
     """
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise UserError(f"{file}: a pipe, a socket or a device; expected a file")
     if not file.is_symlink():
         return
     folder, target = file.parent.resolve(), file.resolve()

@@ -47,7 +47,8 @@ _CACHE_BYTES = 1 << 26
 PARTIAL = ".partial"
 TOKENIZER_STEM = "tokenizer"
 _RESUME = "resume.txt"
-_UNFINISHED = ("weights_*.orbax-checkpoint-tmp", METADATA_FILE)
+_WEIGHTS = "weights_"
+_UNFINISHED = (f"{_WEIGHTS}*.orbax-checkpoint-tmp", METADATA_FILE)
 Progress = Callable[[int, int], None]
 
 
@@ -77,7 +78,7 @@ def save_checkpoint(
       state: weights in any array-like form; dtypes are kept, int8 kernels as value and scale.
       tokenizer_file: copied into the folder.
       extra: JSON to keep with the model.
-      overwrite: replace a checkpoint that is there; anything else is never replaced.
+      overwrite: replace a checkpoint that is there, the whole folder; anything else is never replaced.
       group_bytes: how many bytes of weights are in memory at a time (one weight at least).
       companions: files to copy into the folder beside the tokenizer, under their names.
       resume_as: what the weights are, in a text. A save that was interrupted leaves what it wrote, and one
@@ -88,8 +89,9 @@ def save_checkpoint(
     """
     path = Path(path).absolute()
     validate_state(state, "the model to save")
-    _check_target(path, overwrite)
     partial = path.with_name(path.name + PARTIAL)
+    _check_target(path, overwrite)
+    _check_partial(partial)
     try:
         _begin(partial, resume_as)
         items = _write_groups(partial, state, group_bytes, progress)
@@ -158,12 +160,31 @@ def _check_size(item: Path, expected: int | None) -> None:
 
 def _check_target(path: Path, overwrite: bool) -> None:
     """Refuse to replace what was not asked to be replaced, or is no checkpoint."""
-    if not path.exists() and not path.is_symlink():
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!a}: a path that is not UTF-8 cannot be written to") from None
+    replaced = path.with_name(path.name + _REPLACED)
+    if overwrite and replaced.exists() and not (replaced / METADATA_FILE).is_file():
+        raise UserError(f"{replaced}: stands where the old checkpoint is moved aside, and is no checkpoint")
+    if path.is_symlink():
+        raise UserError(f"{path}: a link will not be replaced; name the folder, {path.resolve()}")
+    if not path.exists():
         return
     if not overwrite:
         raise UserError(f"{path}: exists already; name a path that does not, or overwrite it")
     if not (path / METADATA_FILE).is_file():
         raise UserError(f"{path}: is no checkpoint and will not be overwritten")
+
+
+def _check_partial(partial: Path) -> None:
+    """Refuse to write over a folder that no interrupted save has left."""
+    if not partial.is_dir():
+        return
+    names = [item.name for item in partial.iterdir()]
+    foreign = [name for name in names if not name.startswith((_WEIGHTS, TOKENIZER_STEM))]
+    if foreign and _RESUME not in names and METADATA_FILE not in names:
+        raise UserError(f"{partial}: holds {min(foreign)!r}, which no save left; it will not be replaced")
 
 
 def _groups(state: CheckpointState, group_bytes: int) -> Iterator[list[str]]:

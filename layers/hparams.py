@@ -72,6 +72,10 @@ class Bias(enum.Enum):
     LM_HEAD = "lm_head"
 
 
+MOST_LAYERS = 10_000  # a file that claims more is damaged; its tables would fill the memory
+_MOST_EPS = 1.0  # an epsilon keeps a norm from dividing by zero; a larger one is another unit
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """Stretching of rotary frequencies for contexts beyond the trained one.
@@ -92,6 +96,9 @@ class RopeScaling:
             raise ValueError(f"rope scaling kind {self.kind!r} is not known; allowed: linear, llama3")
         if not self.factor > 0:
             raise ValueError(f"rope scaling factor must be > 0, got {self.factor}")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ValueError(f"low_freq_factor={low} must be > 0 and below high_freq_factor={high}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +119,10 @@ class Rope:
     rotary_dims: int | None = None
     xpos_scale_base: float | None = None
     scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"rope theta must be > 0, got {self.theta}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +180,11 @@ class HParams:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"HParams.{name} must be a positive integer, got {value!r}")
+        if self.layers > MOST_LAYERS:
+            raise ValueError(f"HParams.layers must be at most {MOST_LAYERS:,}, got {self.layers:,}")
+        for name in ("norm_eps", "qk_norm_eps"):
+            if not 0 <= getattr(self, name) <= _MOST_EPS:
+                raise ValueError(f"{name} must be between 0 and {_MOST_EPS}, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             raise ValueError(

@@ -102,6 +102,37 @@ def test_nothing_is_replaced_by_accident(tmp_path: Path, capsys: pytest.CaptureF
     assert convert(ORACLE, tmp_path / "out", "--overwrite") == 0
     assert convert(tmp_path / "out", tmp_path / "out", "--overwrite") == 2
     assert "the target is the source" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    assert convert(tmp_path / "link", tmp_path / "out", "--overwrite") == 2
+    assert "the target is the source" in capsys.readouterr().err
+    assert convert(ORACLE, tmp_path / "link", "--overwrite") == 2
+    assert "a link will not be replaced" in capsys.readouterr().err
+    assert convert(tmp_path / "out", tmp_path / "out" / "inner") == 0
+    assert convert(tmp_path / "out" / "inner", tmp_path / "out", "--overwrite") == 2
+    assert "the target is the source or holds it" in capsys.readouterr().err
+    assert (tmp_path / "out" / "inner").is_dir()
+
+
+@pytest.mark.parametrize("beside", ["out.partial", "out.replaced"])
+def test_a_folder_that_no_save_left_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str
+) -> None:
+    assert convert(ORACLE, tmp_path / "out") == 0
+    (tmp_path / beside).mkdir()
+    (tmp_path / beside / "mine.txt").write_text("keep")
+    assert convert(ORACLE, tmp_path / "out", "--overwrite") == 2
+    error = capsys.readouterr().err
+    assert beside in error
+    assert "Traceback" not in error
+    assert (tmp_path / beside / "mine.txt").read_text() == "keep"
+
+
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(ORACLE, Path(f"{tmp_path}/out\udcff")) == 2
+    assert "a path that is not UTF-8" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_save_goes_on_where_it_stopped(tmp_path: Path) -> None:

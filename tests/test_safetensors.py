@@ -194,3 +194,9 @@ def test_a_folder_of_one_oddly_named_file_is_read(tmp_path: Path) -> None:
     shutil.copytree(SINGLE, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "weights.safetensors")
     assert open_checkpoint(tmp_path / "model").state.hparams == open_checkpoint(SINGLE).state.hparams
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="a pipe, a socket or a device; expected a file"):
+        read_safetensors(tmp_path / "model.safetensors")

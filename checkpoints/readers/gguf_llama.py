@@ -77,9 +77,8 @@ def _hparams(named: NamedArrays) -> HParams:
         fields.get(name)
     fields.only("expert_count", 0)
     fields.only("use_parallel_residual", False)
-    layers, embed, heads = (
-        fields.size(name) for name in ("block_count", "embedding_length", "attention.head_count")
-    )
+    layers = fields.layers("block_count")
+    embed, heads = fields.size("embedding_length"), fields.size("attention.head_count")
     qkv = fields.size("attention.key_length", max(1, embed // heads))
     fields.only("attention.value_length", qkv)
     window = fields.optional_size("attention.sliding_window")

@@ -50,7 +50,7 @@ def convert_command() -> Command:
                     Option("weights", "dtype of the kernels", Kind.CHOICE, choices=(INT8,),
                            shown_default="as stored"),
                     *READER_OPTIONS,
-                    Option("overwrite", "replace a saved checkpoint that is there", Kind.SWITCH),
+                    Option("overwrite", "replace the whole folder of a saved checkpoint", Kind.SWITCH),
                 ),
             ),
         ),
@@ -66,8 +66,8 @@ def _convert(flags: Flags, interrupts: Interrupts) -> int:
     from checkpoints.orbax_store import save_checkpoint
 
     source, target = Path(flags[SOURCE]), Path(flags[TARGET])
-    if target.absolute() == source.absolute():
-        raise UserError(f"{target}: the target is the source; name another folder")
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise UserError(f"{target}: the target is the source or holds it; name another folder")
     opened = open_checkpoint(source, reader_options(flags))
     state = quantize_state(opened.state) if flags["weights"] == INT8 else opened.state
     with tempfile.TemporaryDirectory() as scratch, phase("converting", interrupts, Unit.BYTES) as update:

@@ -39,7 +39,7 @@ def sizes(fields: ConfigFields, qkv: int | None = None) -> dict[str, Any]:
     if qkv is None and fields.get("head_dim") is None and embed % heads:
         raise UserError(f"{fields.source}: {heads} heads do not divide hidden_size {embed}")
     return {
-        "layers": fields.size("num_hidden_layers"),
+        "layers": fields.layers("num_hidden_layers"),
         "embed": embed,
         "ff": fields.size("intermediate_size"),
         "heads": heads,

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from layers.errors import UserError
+from layers.hparams import MOST_LAYERS
 
 T = TypeVar("T")
 
@@ -77,6 +78,13 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.refusal(name, "expected a positive integer")
         return value
+
+    def layers(self, name: str) -> int:
+        """A number of layers: a positive integer of at most `MOST_LAYERS`, so that tables stay small."""
+        count = self.size(name)
+        if count > MOST_LAYERS:
+            raise self.refusal(name, f"expected at most {MOST_LAYERS:,}")
+        return count
 
     def optional_size(self, name: str) -> int | None:
         """A positive integer, or None where it is absent."""

@@ -61,7 +61,7 @@ def _falcon(fields: ConfigFields) -> dict[str, Any]:
     norms = fields.size("num_ln_in_parallel_attn", 2 if new else 1)
     two = norms == 2 and new
     return _LAYER_NORM | {
-        "layers": fields.size("num_hidden_layers"),
+        "layers": fields.layers("num_hidden_layers"),
         "embed": embed,
         "ff": fields.size("ffn_hidden_size", 4 * embed),
         "heads": heads,
@@ -97,7 +97,7 @@ def _falcon_names(hparams: HParams) -> DecoderNames:
 def _gptj(fields: ConfigFields) -> dict[str, Any]:
     embed, heads = fields.size("n_embd"), fields.size("n_head")
     return _LAYER_NORM | {
-        "layers": fields.size("n_layer"),
+        "layers": fields.layers("n_layer"),
         "embed": embed,
         "ff": fields.size("n_inner", 4 * embed),
         "heads": heads,

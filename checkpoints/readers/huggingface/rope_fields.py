@@ -67,8 +67,8 @@ def rope(
 def _nested(fields: ConfigFields) -> tuple[Mapping[str, Any], str]:
     """The object that holds rotary parameters, and its name."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    name = "rope_scaling" if scaling else "rope_parameters"
-    nested = scaling or parameters or {}
+    name = "rope_parameters" if scaling is None else "rope_scaling"
+    nested: Any = next((value for value in (scaling, parameters) if value is not None), {})
     if not isinstance(nested, Mapping):
         raise fields.refusal(name, "expected an object")
     return nested, name
@@ -88,5 +88,7 @@ def _scaling(inner: ConfigFields, kind: str) -> RopeScaling:
             inner.number("high_freq_factor", 4.0),
             inner.size("original_max_position_embeddings"),
         )
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{inner.source}: {error}") from None
