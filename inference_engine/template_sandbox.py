@@ -1,0 +1,202 @@
+"""The sandbox of chat templates: Jinja's own, with an end to what a template may take.
+
+Jinja's sandbox keeps a template from touching anything; it does not keep it from running for ever or from
+making a text of any size. Here these are bounded, with `ResourceError` beyond:
+
+- steps, all together: items of loops, calls of functions, macros and filters, items in what they are given;
+- the seconds that the steps take, looked at before each;
+- numbers in `+`, `*` and `**`, and those given to calls and filters, which may say how far to pad or repeat;
+- lengths of what `+`, `*`, `~`, `%`, `replace`, `join`, `format` and `indent` make, before they make it;
+- characters that expressions write, in blocks that are set aside too, and of the text as a whole.
+
+What is left are single operations on values of these sizes, such as comparing two nested lists.
+
+Data flow: template → its syntax tree, in which loops and `~` go through counted filters → `bounded_text`.
+
+Worked example: a loop of 99,999 items inside another ends in its second round, after 200,000 steps.
+"""
+
+import functools
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, nodes, pass_context
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_TEXT = 1 << 24
+"""Characters of a text, items of a list."""
+_MAX_STEPS = 200_000
+_MAX_SECONDS = 10.0
+_MAX_BITS = 1 << 12
+_MAX_NUMBER = 1_000_000
+_MAX_WRITTEN = 4 * MAX_TEXT
+_MAX_PLAIN = 1 << 31  # characters that stand in the template itself, written by all steps together
+_MAX_INDENT = 100
+_LOOP, _CONCAT = "counted_loop", "counted_concat"
+_NUMBER = re.compile(r"\d+")
+
+
+class ResourceError(Exception):
+    """A template takes more than it may."""
+
+
+class BoundedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox for one rendering: its counts are never set back.
+
+    Args:
+      filters: filters beside Jinja's.
+      options: Jinja's.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        super().__init__(finalize=pass_context(lambda _, value: self._written(value)), **options)
+        self._steps, self._characters, self._end = 0, 0, time.monotonic() + _MAX_SECONDS
+        self._most_steps = _MAX_STEPS
+        known = {**self.filters, **filters}
+        self.filters = {name: self._checked(name, function) for name, function in known.items()}
+        self.filters[_LOOP] = pass_context(lambda _, items: self._items(items))
+        self.filters[_CONCAT] = pass_context(lambda _, values: self._joined("", values))
+        del self.globals["lipsum"]
+
+    def bounded_text(self, template: str, values: Mapping[str, Any]) -> str:
+        """The text that a template makes. Raises ResourceError, and whatever a template may raise."""
+        self._most_steps = min(_MAX_STEPS, _MAX_PLAIN // (1 + len(template)))
+        tree = _counted(self.parse(template))
+        pieces: list[str] = []
+        length = 0
+        for piece in self.from_string(tree).generate(values):
+            length += len(piece)
+            _check(length, MAX_TEXT, "characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A call, where it is not too large."""
+        method = getattr(function, "__wrapped__", function)
+        name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        self._check_call(str(name), subject, [*args, *kwargs.values()])
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operation, where its result is not too large."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length(), right.bit_length()
+            _check(bits[0] * abs(right) if operator == "**" else sum(bits), _MAX_BITS, "bits in a number")
+        elif operator == "%" and isinstance(left, str):
+            self._check_call("format", left, list(right) if isinstance(right, tuple) else [right])
+        elif hasattr(left, "__len__") or hasattr(right, "__len__"):
+            sizes = _size(left), _size(right)
+            _check(sum(sizes) if operator == "+" else sizes[0] * sizes[1], MAX_TEXT, "characters or items")
+        return super().call_binop(context, operator, left, right)
+
+    def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that looks at what it is given."""
+
+        @functools.wraps(function)  # Jinja's marks stay: whether it takes a context first
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = args[1:] if isinstance(args[0], Context | EvalContext | Environment) else args
+            self._check_call(name, given[0], [*given[1:], *kwargs.values()])
+            return function(*args, **kwargs)
+
+        return checked
+
+    def _check_call(self, name: str, subject: Any, given: Sequence[Any]) -> None:
+        """Counts a call; raises ResourceError where its result may be far larger than what it is given."""
+        self._step(1 + self._nested([subject, *given]))
+        numbers = [abs(value) for value in given if isinstance(value, int)]
+        _check(max(numbers, default=0), _MAX_INDENT if name == "tojson" else _MAX_NUMBER, "as a number")
+        if name == "replace" and len(given) > 1:
+            text, old, new = (str(value) for value in (subject, *given[:2]))
+            _check(len(text) + text.count(old) * len(new), MAX_TEXT, "characters")
+        elif name == "join" and isinstance(subject, str) and given and isinstance(given[0], Sequence):
+            self._joined(subject, given[0])
+        elif name == "join" and isinstance(subject, Sequence):
+            self._joined(str(given[0]) if given else "", subject)
+        elif name in ("format", "format_map", "indent", "expandtabs"):
+            text = str(subject)
+            widths = map(int, _NUMBER.findall(text)) if name.startswith("format") else ()
+            longest = max(1, *widths, *map(_size, given))
+            places = 1 + sum(map(text.count, "%{\n\t"))
+            _check(len(text) + places * longest, MAX_TEXT, "characters")
+
+    def _nested(self, values: list[Any]) -> int:
+        """Items in lists and objects, one inside another as often as it would be written."""
+        count, waiting = 0, values
+        while waiting and count <= self._most_steps:
+            value = waiting.pop()
+            inner = value.values() if isinstance(value, dict) else value
+            if isinstance(value, list | tuple | dict):
+                count += len(value)
+                waiting.extend(inner)
+        return count
+
+    def _step(self, count: int) -> None:
+        self._steps += count
+        _check(self._steps, self._most_steps, "steps")
+        if time.monotonic() > self._end:
+            raise ResourceError(f"it takes more than {_MAX_SECONDS:g} seconds")
+
+    def _items(self, items: Iterable[Any]) -> list[Any]:
+        """A loop's items, counted."""
+        taken = list(itertools.islice(items, self._most_steps + 1))
+        self._step(len(taken))
+        return taken
+
+    def _joined(self, separator: str, values: Iterable[Any]) -> str:
+        """Texts in a row."""
+        texts: list[str] = []
+        length = 0
+        for value in values:
+            self._step(1 + self._nested([value]))
+            texts.append(str(value))
+            length += len(texts[-1]) + len(separator)
+            _check(length, MAX_TEXT, "characters")
+        return separator.join(texts)
+
+    def _written(self, value: Any) -> str:
+        """What an expression writes."""
+        self._step(1 + self._nested([value]))
+        text = str(value)
+        self._characters += len(text)
+        _check(self._characters, _MAX_WRITTEN, "characters")
+        return text
+
+
+def _counted(tree: nodes.Template) -> nodes.Template:
+    """A template's tree with its loops and its `~` counted."""
+    for loop in tree.find_all(nodes.For):
+        loop.iter = _filter(loop.iter, _LOOP)
+    for parent in reversed(list(tree.find_all(nodes.Node))):  # what is inside comes first
+        for field, value in list(parent.iter_fields()):
+            changed = [_concat(item) for item in value] if isinstance(value, list) else _concat(value)
+            setattr(parent, field, changed)
+    return tree.set_environment(tree.environment)
+
+
+def _concat(node: Any) -> Any:
+    if not isinstance(node, nodes.Concat):
+        return node
+    return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
+
+
+def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _size(value: Any) -> int:
+    """Length of a text or collection, the size of a whole number; at least 1."""
+    if isinstance(value, int):
+        return max(1, abs(value))
+    return max(1, len(value)) if hasattr(value, "__len__") else 1
+
+
+def _check(found: int, allowed: int, what: str) -> None:
+    if found > allowed:
+        raise ResourceError(f"it takes more than {allowed:,} {what}")
