@@ -3,8 +3,9 @@
 Jinja's sandbox keeps a template from touching anything; it does not keep it from running for ever or from
 making a text of any size. Here these are bounded, with `ResourceError` beyond:
 
-- steps, all together: items of loops, calls of functions, macros and filters, items in what they are given;
+- steps, all together: items of loops, calls of functions, macros and filters, expressions written;
 - the seconds that the steps take, looked at before each;
+- items in lists and objects, nested ones included, that a call is given or an expression writes;
 - numbers in `+`, `*` and `**`, and those given to calls and filters, which may say how far to pad or repeat;
 - lengths of what `+`, `*`, `~`, `%`, `replace`, `join`, `format` and `indent` make, before they make it;
 - characters that expressions write, in blocks that are set aside too, and of the text as a whole.
@@ -25,18 +26,20 @@ from typing import Any
 
 from jinja2 import Environment, nodes, pass_context
 from jinja2.nodes import EvalContext
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_TEXT = 1 << 24
 """Characters of a text, items of a list."""
 _MAX_STEPS = 200_000
-_MAX_SECONDS = 10.0
+_MAX_SECONDS = 5.0
 _MAX_BITS = 1 << 12
 _MAX_NUMBER = 1_000_000
 _MAX_WRITTEN = 4 * MAX_TEXT
 _MAX_PLAIN = 1 << 31  # characters that stand in the template itself, written by all steps together
 _MAX_INDENT = 100
+_MAX_ITEMS = 200_000
+_LOOKS_AT_NO_ITEM = frozenset({"length", "count", "first", "last"})  # often called for every message
 _LOOP, _CONCAT = "counted_loop", "counted_concat"
 _NUMBER = re.compile(r"\d+")
 
@@ -68,7 +71,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def bounded_text(self, template: str, values: Mapping[str, Any]) -> str:
         """The text that a template makes. Raises ResourceError, and whatever a template may raise."""
         self._most_steps = min(_MAX_STEPS, _MAX_PLAIN // (1 + len(template)))
-        tree = _counted(self.parse(template))
+        tree = _counted(self.parse(template), self)
         pieces: list[str] = []
         length = 0
         for piece in self.from_string(tree).generate(values):
@@ -79,6 +82,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call, where it is not too large."""
+        if isinstance(function, LoopContext):
+            return super().call(context, function, *map(self._items, args), **kwargs)
         method = getattr(function, "__wrapped__", function)
         name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         self._check_call(str(name), subject, [*args, *kwargs.values()])
@@ -109,7 +114,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def _check_call(self, name: str, subject: Any, given: Sequence[Any]) -> None:
         """Counts a call; raises ResourceError where its result may be far larger than what it is given."""
-        self._step(1 + self._nested([subject, *given]))
+        self._step(1)
+        if name not in _LOOKS_AT_NO_ITEM:
+            self._check_nested([subject, *given])
         numbers = [abs(value) for value in given if isinstance(value, int)]
         _check(max(numbers, default=0), _MAX_INDENT if name == "tojson" else _MAX_NUMBER, "as a number")
         if name == "replace" and len(given) > 1:
@@ -126,16 +133,16 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             places = 1 + sum(map(text.count, "%{\n\t"))
             _check(len(text) + places * longest, MAX_TEXT, "characters")
 
-    def _nested(self, values: list[Any]) -> int:
-        """Items in lists and objects, one inside another as often as it would be written."""
+    def _check_nested(self, values: list[Any]) -> None:
+        """Raises ResourceError for too many items, each counted as often as it would be written."""
         count, waiting = 0, values
-        while waiting and count <= self._most_steps:
+        while waiting:
             value = waiting.pop()
-            inner = value.values() if isinstance(value, dict) else value
-            if isinstance(value, list | tuple | dict):
+            if isinstance(value, (list, tuple, dict)):
                 count += len(value)
-                waiting.extend(inner)
-        return count
+                if count > _MAX_ITEMS:
+                    raise ResourceError(f"it takes more than {_MAX_ITEMS:,} items at once")
+                waiting.extend(value.values() if isinstance(value, dict) else value)
 
     def _step(self, count: int) -> None:
         self._steps += count
@@ -154,7 +161,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         texts: list[str] = []
         length = 0
         for value in values:
-            self._step(1 + self._nested([value]))
+            self._check_nested([value])
             texts.append(str(value))
             length += len(texts[-1]) + len(separator)
             _check(length, MAX_TEXT, "characters")
@@ -162,32 +169,32 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def _written(self, value: Any) -> str:
         """What an expression writes."""
-        self._step(1 + self._nested([value]))
+        self._step(1)
+        self._check_nested([value])
         text = str(value)
         self._characters += len(text)
         _check(self._characters, _MAX_WRITTEN, "characters")
         return text
 
 
-def _counted(tree: nodes.Template) -> nodes.Template:
+def _counted(tree: nodes.Template, environment: Environment) -> nodes.Template:
     """A template's tree with its loops and its `~` counted."""
     for loop in tree.find_all(nodes.For):
-        loop.iter = _filter(loop.iter, _LOOP)
+        loop.iter = nodes.Filter(loop.iter, _LOOP, [], [], None, None, lineno=loop.lineno)
     for parent in reversed(list(tree.find_all(nodes.Node))):  # what is inside comes first
         for field, value in list(parent.iter_fields()):
             changed = [_concat(item) for item in value] if isinstance(value, list) else _concat(value)
             setattr(parent, field, changed)
-    return tree.set_environment(tree.environment)
+    tree.set_environment(environment)
+    return tree
 
 
 def _concat(node: Any) -> Any:
+    """`~` as a filter over its list, anything else as it is."""
     if not isinstance(node, nodes.Concat):
         return node
-    return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
-
-
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    values = nodes.List(node.nodes, lineno=node.lineno)
+    return nodes.Filter(values, _CONCAT, [], [], None, None, lineno=node.lineno)
 
 
 def _size(value: Any) -> int:
