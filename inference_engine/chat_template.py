@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from inference_engine.template_sandbox import bounded_text
 from layers.errors import UserError
 
 
@@ -48,22 +49,17 @@ class ChatTemplate:
         Raises UserError with the template's own words where it refuses the conversation, and for a template
         that is damaged, unsafe, takes too much, or makes no text.
         """
-        try:
-            from inference_engine.template_sandbox import BoundedSandbox
-        except ImportError:
-            raise UserError(
-                f"{self.source}: its chat template needs the package jinja2; pip install 'palm-inference[hf]'"
-            ) from None
-        sandbox = BoundedSandbox(
-            {"tojson": _to_json}, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         values = {
             "messages": [dataclasses.asdict(message) for message in messages], "add_generation_prompt": True,
             "bos_token": self.bos, "eos_token": self.eos, "tools": None,
         }  # fmt: skip
         try:
-            rendered = sandbox.bounded_text(self.text, values)
+            functions = {"raise_exception": _refuse, "strftime_now": _now}
+            rendered = bounded_text(self.text, values, {"tojson": _to_json}, functions)
+        except ImportError:
+            raise UserError(
+                f"{self.source}: its chat template needs the package jinja2; pip install 'palm-inference[hf]'"
+            ) from None
         except _RefusedError as error:
             raise UserError(f"{self.source}: the chat template says: {_line(error)}") from None
         except Exception as error:  # a program: it may raise anything, when it is compiled too

@@ -22,12 +22,11 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, nodes, pass_context
-from jinja2.nodes import EvalContext
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+if TYPE_CHECKING:
+    from jinja2 import nodes
+    from jinja2.sandbox import SandboxedEnvironment
 
 MAX_TEXT = 1 << 24
 """Characters of a text, items of a list."""
@@ -48,71 +47,97 @@ class ResourceError(Exception):
     """A template takes more than it may."""
 
 
-class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox for one rendering: its counts are never set back.
+def bounded_text(
+    template: str,
+    values: Mapping[str, Any],
+    filters: Mapping[str, Callable[..., Any]],
+    functions: Mapping[str, Callable[..., Any]],
+) -> str:
+    """The text that a template makes of values, with filters and functions beside Jinja's.
 
-    Args:
-      filters: filters beside Jinja's.
-      options: Jinja's.
+    Raises ResourceError, and whatever a template may raise; ImportError without Jinja.
     """
+    from jinja2 import pass_context
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    bounds = _Bounds(len(template))
+    sandbox = _sandbox(bounds)
+    known = {**sandbox.filters, **filters}
+    sandbox.filters = {name: _checked(bounds, name, function) for name, function in known.items()}
+    sandbox.filters[_LOOP] = pass_context(lambda _, items: bounds.items(items))
+    sandbox.filters[_CONCAT] = pass_context(lambda _, texts: bounds.joined("", texts))
+    del sandbox.globals["lipsum"]
+    sandbox.globals |= functions
+    tree = _counted(sandbox.parse(template), sandbox)
+    pieces: list[str] = []
+    length = 0
+    for piece in sandbox.from_string(tree).generate(values):
+        length += len(piece)
+        _check(length, MAX_TEXT, "characters")
+        pieces.append(piece)
+    return "".join(pieces)
 
-    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        super().__init__(finalize=pass_context(lambda _, value: self._written(value)), **options)
+
+def _sandbox(bounds: "_Bounds") -> "SandboxedEnvironment":
+    """Jinja's sandbox, which asks before it calls, computes or writes."""
+    from jinja2 import pass_context
+    from jinja2.runtime import LoopContext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(function, LoopContext):  # a recursive loop
+                return super().call(context, function, *map(bounds.items, args), **kwargs)
+            method = getattr(function, "__wrapped__", function)
+            name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+            bounds.check_call(str(name), subject, [*args, *kwargs.values()])
+            return super().call(context, function, *args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            bounds.check_operation(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    return Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"],
+        finalize=pass_context(lambda _, value: bounds.written(value)),
+    )  # fmt: skip
+
+
+def _checked(bounds: "_Bounds", name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that asks before it runs."""
+    from jinja2 import Environment
+    from jinja2.nodes import EvalContext
+    from jinja2.runtime import Context
+
+    @functools.wraps(function)  # Jinja's marks stay: whether it takes a context first
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if isinstance(args[0], (Context, EvalContext, Environment)) else args
+        bounds.check_call(name, given[0], [*given[1:], *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+class _Bounds:
+    """What one rendering has taken; never set back."""
+
+    def __init__(self, template_length: int) -> None:
         self._steps, self._characters, self._end = 0, 0, time.monotonic() + _MAX_SECONDS
-        self._most_steps = _MAX_STEPS
-        known = {**self.filters, **filters}
-        self.filters = {name: self._checked(name, function) for name, function in known.items()}
-        self.filters[_LOOP] = pass_context(lambda _, items: self._items(items))
-        self.filters[_CONCAT] = pass_context(lambda _, values: self._joined("", values))
-        del self.globals["lipsum"]
+        self._most_steps = min(_MAX_STEPS, _MAX_PLAIN // (1 + template_length))
 
-    def bounded_text(self, template: str, values: Mapping[str, Any]) -> str:
-        """The text that a template makes. Raises ResourceError, and whatever a template may raise."""
-        self._most_steps = min(_MAX_STEPS, _MAX_PLAIN // (1 + len(template)))
-        tree = _counted(self.parse(template), self)
-        pieces: list[str] = []
-        length = 0
-        for piece in self.from_string(tree).generate(values):
-            length += len(piece)
-            _check(length, MAX_TEXT, "characters")
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call, where it is not too large."""
-        if isinstance(function, LoopContext):
-            return super().call(context, function, *map(self._items, args), **kwargs)
-        method = getattr(function, "__wrapped__", function)
-        name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        self._check_call(str(name), subject, [*args, *kwargs.values()])
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An operation, where its result is not too large."""
+    def check_operation(self, operator: str, left: Any, right: Any) -> None:
+        """Raises ResourceError where an operation's result is too large."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length(), right.bit_length()
             _check(bits[0] * abs(right) if operator == "**" else sum(bits), _MAX_BITS, "bits in a number")
         elif operator == "%" and isinstance(left, str):
-            self._check_call("format", left, list(right) if isinstance(right, tuple) else [right])
+            self.check_call("format", left, list(right) if isinstance(right, tuple) else [right])
         elif hasattr(left, "__len__") or hasattr(right, "__len__"):
             sizes = _size(left), _size(right)
             _check(sum(sizes) if operator == "+" else sizes[0] * sizes[1], MAX_TEXT, "characters or items")
-        return super().call_binop(context, operator, left, right)
 
-    def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that looks at what it is given."""
-
-        @functools.wraps(function)  # Jinja's marks stay: whether it takes a context first
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            given = args[1:] if isinstance(args[0], Context | EvalContext | Environment) else args
-            self._check_call(name, given[0], [*given[1:], *kwargs.values()])
-            return function(*args, **kwargs)
-
-        return checked
-
-    def _check_call(self, name: str, subject: Any, given: Sequence[Any]) -> None:
+    def check_call(self, name: str, subject: Any, given: Sequence[Any]) -> None:
         """Counts a call; raises ResourceError where its result may be far larger than what it is given."""
         self._step(1)
         if name not in _LOOKS_AT_NO_ITEM:
@@ -123,9 +148,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             text, old, new = (str(value) for value in (subject, *given[:2]))
             _check(len(text) + text.count(old) * len(new), MAX_TEXT, "characters")
         elif name == "join" and isinstance(subject, str) and given and isinstance(given[0], Sequence):
-            self._joined(subject, given[0])
+            self.joined(subject, given[0])
         elif name == "join" and isinstance(subject, Sequence):
-            self._joined(str(given[0]) if given else "", subject)
+            self.joined(str(given[0]) if given else "", subject)
         elif name in ("format", "format_map", "indent", "expandtabs"):
             text = str(subject)
             widths = map(int, _NUMBER.findall(text)) if name.startswith("format") else ()
@@ -150,13 +175,13 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         if time.monotonic() > self._end:
             raise ResourceError(f"it takes more than {_MAX_SECONDS:g} seconds")
 
-    def _items(self, items: Iterable[Any]) -> list[Any]:
+    def items(self, items: Iterable[Any]) -> list[Any]:
         """A loop's items, counted."""
         taken = list(itertools.islice(items, self._most_steps + 1))
         self._step(len(taken))
         return taken
 
-    def _joined(self, separator: str, values: Iterable[Any]) -> str:
+    def joined(self, separator: str, values: Iterable[Any]) -> str:
         """Texts in a row."""
         texts: list[str] = []
         length = 0
@@ -167,7 +192,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             _check(length, MAX_TEXT, "characters")
         return separator.join(texts)
 
-    def _written(self, value: Any) -> str:
+    def written(self, value: Any) -> str:
         """What an expression writes."""
         self._step(1)
         self._check_nested([value])
@@ -177,20 +202,24 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return text
 
 
-def _counted(tree: nodes.Template, environment: Environment) -> nodes.Template:
+def _counted(tree: "nodes.Template", sandbox: "SandboxedEnvironment") -> "nodes.Template":
     """A template's tree with its loops and its `~` counted."""
+    from jinja2 import nodes
+
     for loop in tree.find_all(nodes.For):
         loop.iter = nodes.Filter(loop.iter, _LOOP, [], [], None, None, lineno=loop.lineno)
     for parent in reversed(list(tree.find_all(nodes.Node))):  # what is inside comes first
         for field, value in list(parent.iter_fields()):
             changed = [_concat(item) for item in value] if isinstance(value, list) else _concat(value)
             setattr(parent, field, changed)
-    tree.set_environment(environment)
+    tree.set_environment(sandbox)
     return tree
 
 
 def _concat(node: Any) -> Any:
     """`~` as a filter over its list, anything else as it is."""
+    from jinja2 import nodes
+
     if not isinstance(node, nodes.Concat):
         return node
     values = nodes.List(node.nodes, lineno=node.lineno)
