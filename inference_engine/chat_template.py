@@ -1,7 +1,8 @@
 """Chat templates: the text that a model was trained to see around a conversation.
 
 A template comes with a checkpoint and is a program in Jinja, so it runs in Jinja's sandbox: it sees the
-conversation and the names of BOS and EOS, can change nothing, and what it raises becomes one line.
+conversation and the names of BOS and EOS, can change nothing, and what it raises becomes one line. Its steps,
+seconds and texts are bounded (`template_sandbox`).
 
 Data flow: template, messages → `ChatTemplate.render` → text with names of special tokens → `encode_marked`.
 
@@ -15,9 +16,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from inference_engine.template_sandbox import bounded_text
 from layers.errors import UserError
-
-_MAX_TEXT = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,32 +47,25 @@ class ChatTemplate:
         """The text that the model continues with its answer.
 
         Raises UserError with the template's own words where it refuses the conversation, and for a template
-        that is damaged, unsafe, or makes no text.
+        that is damaged, unsafe, takes too much, or makes no text.
         """
+        values = {
+            "messages": [dataclasses.asdict(message) for message in messages], "add_generation_prompt": True,
+            "bos_token": self.bos, "eos_token": self.eos, "tools": None,
+        }  # fmt: skip
         try:
-            import jinja2
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            functions = {"raise_exception": _refuse, "strftime_now": _now}
+            rendered = bounded_text(self.text, values, {"tojson": _to_json}, functions)
         except ImportError:
             raise UserError(
                 f"{self.source}: its chat template needs the package jinja2; pip install 'palm-inference[hf]'"
             ) from None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        try:
-            rendered = environment.from_string(self.text).render(
-                messages=[dataclasses.asdict(message) for message in messages],
-                add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos, tools=None,
-            )  # fmt: skip
         except _RefusedError as error:
             raise UserError(f"{self.source}: the chat template says: {_line(error)}") from None
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError,
-                AttributeError, MemoryError) as error:  # fmt: skip
+        except Exception as error:  # a program: it may raise anything, when it is compiled too
             raise UserError(f"{self.source}: the chat template is unusable ({_line(error)})") from None
-        if not rendered or len(rendered) > _MAX_TEXT:
-            raise UserError(f"{self.source}: the chat template makes a text of {len(rendered):,} characters")
+        if not rendered:
+            raise UserError(f"{self.source}: the chat template makes a text of 0 characters")
         return rendered
 
 

@@ -2,7 +2,8 @@
 
 Encoding is the package's. Decoding is by bytes, as everywhere here: the file's decoder says how a token is
 spelled (a byte for a character, or pieces with marked spaces and byte pieces) and what the first token of a
-text loses. Decoders of other kinds are refused.
+text loses. Decoders of other kinds are refused. The file's settings for cutting and padding are for batches
+in training and are put aside.
 
 Data flow: JSON text → `tokenizers.Tokenizer` and two tables of bytes → `JsonTokenizer`.
 
@@ -10,9 +11,10 @@ Worked example: byte-level "Ġthe" is b" the"; with marked spaces "▁the" is b"
 its start, and "<0xC3>" is b"\\xc3".
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.tokenizer import NUM_BYTES, SPACE_MARK, TokenTable, check_text
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Spelling = Callable[[str], tuple[bytes, bytes]]
 """A token's bytes inside a text and at its start."""
+_MOST_HOLES = 1 << 20  # ids that a file may leave out; the tables have a row for each
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -33,8 +36,8 @@ class JsonTokenizer(TokenTable):
     since this file does not say them.
 
     Raises:
-      UserError: the text is no tokenizer, its decoder is of an unknown kind, or it puts more than one token
-        around a text.
+      UserError: the text is no tokenizer or one that cannot encode, its decoder is of an unknown kind, its
+        ids are far more than its tokens, or it puts more than one token around a text.
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -43,7 +46,7 @@ class JsonTokenizer(TokenTable):
         spell = _spelling(fields.get("decoder"), source)
         vocab: Mapping[str, int] = self._model.get_vocab(with_added_tokens=True)
         special = {token["id"] for token in fields.get("added_tokens") or () if token.get("special")}
-        size = 1 + max(vocab.values(), default=-1)
+        size = _table_size(vocab, source)
         inside: list[bytes] = [b""] * size
         opening: list[bytes | None] = [None] * size
         for token, token_id in vocab.items():
@@ -53,9 +56,8 @@ class JsonTokenizer(TokenTable):
         self.bos_id = self._start_token()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text. Raises `UserError` for lone surrogates."""
-        check_text(text)
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        """Ids of the text. Raises `UserError` for lone surrogates and for text that it has no ids for."""
+        return self._encode(text, marks=False)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name."""
@@ -65,7 +67,7 @@ class JsonTokenizer(TokenTable):
     def _start_token(self) -> int | None:
         """What is put before a text."""
         plain = self.encode("a")
-        around = list(self._model.encode("a", add_special_tokens=True).ids)
+        around = self._encode("a", marks=True)
         before = around[: len(around) - len(plain)]
         if around[len(before) :] != plain or len(before) > 1:
             raise UserError(
@@ -73,6 +75,40 @@ class JsonTokenizer(TokenTable):
                 "supported: one before it, or none"
             )
         return before[0] if before else None
+
+    def _encode(self, text: str, *, marks: bool) -> list[int]:
+        """Ids of the text, with what the file puts around it if `marks`."""
+        check_text(text)
+        shown = repr(text[:20]) + ("…" if len(text) > 20 else "")
+        with _one_line(f"{self._source}: it cannot encode the text {shown}"):
+            encoding = self._model.encode(text, add_special_tokens=marks)
+        return list(encoding.ids)
+
+
+def _table_size(vocab: Mapping[str, int], source: str) -> int:
+    """Ids of a vocabulary, those left out included. Raises UserError where these are too many to be meant."""
+    last = max(vocab.values(), default=-1)
+    if last >= len(vocab) + _MOST_HOLES:
+        raise UserError(
+            f"{source}: it has the id {last} for {len(vocab)} tokens; "
+            f"allowed: ids below {len(vocab) + _MOST_HOLES} (the tokens and {_MOST_HOLES:,} ids left out)"
+        )
+    return last + 1
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Makes one line of what the package raises: exceptions of no narrower kind, and panics.
+
+    A panic is no `Exception` and its class cannot be imported, so it is told by its name.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or ["no reason given"])[0][:120]
+        raise UserError(f"{what} ({reason})") from None
 
 
 def _load(text: str, source: str) -> "tokenizers.Tokenizer":
@@ -82,11 +118,11 @@ def _load(text: str, source: str) -> "tokenizers.Tokenizer":
         raise UserError(
             f"{source}: reading it needs the package tokenizers; pip install 'palm-inference[hf]'"
         ) from None
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises nothing narrower
-        reason = (str(error).splitlines() or ["no reason given"])[0][:120]
-        raise UserError(f"{source}: not a tokenizer ({reason})") from None
+    with _one_line(f"{source}: not a tokenizer"):
+        model = tokenizers.Tokenizer.from_str(text)
+    model.no_truncation()
+    model.no_padding()
+    return model
 
 
 def _spelling(decoder: Any, source: str) -> Spelling:

@@ -96,9 +96,13 @@ def check_ids(ids: Iterable[SupportsIndex], vocab_size: int) -> list[int]:
         if not 0 <= token_id < vocab_size:
             raise UserError(
                 f"token id {token_id} at position {position} is not in the vocabulary; "
-                f"ids run from 0 to {vocab_size - 1}"
+                f"{_allowed_ids(vocab_size)}"
             )
     return checked
+
+
+def _allowed_ids(vocab_size: int) -> str:
+    return f"ids run from 0 to {vocab_size - 1}" if vocab_size else "it is empty"
 
 
 def check_vocab_fits(tokenizer: Tokenizer, model_vocab: int) -> None:
@@ -166,9 +170,7 @@ class TokenTable(abc.ABC):
     def _checked(self, token_id: SupportsIndex) -> int:
         index = operator.index(token_id)
         if not 0 <= index < self.vocab_size:
-            raise UserError(
-                f"token id {index} is not in the vocabulary; ids run from 0 to {self.vocab_size - 1}"
-            )
+            raise UserError(f"token id {index} is not in the vocabulary; {_allowed_ids(self.vocab_size)}")
         return index
 
 

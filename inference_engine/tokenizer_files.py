@@ -85,18 +85,26 @@ def _apply_config(tokenizer: TokenTable, folder: Path, named: JsonTokenizer | No
         tokenizer.bos_id = None
     elif adds_bos is True and named is not None:
         tokenizer.bos_id = named.token_id(_name(config, "bos_token"))
-    ends = None
     for file in (GENERATION_CONFIG, MODEL_CONFIG):
-        ends = ends if ends is not None else _optional(folder / file).get("eos_token_id")
-    if ends is None and named is not None:
-        ends = named.token_id(_name(config, "eos_token"))
-    if ends is None:
-        return
+        ends = _optional(folder / file).get("eos_token_id")
+        if ends is not None:
+            checked = _end_ids(ends, folder / file, tokenizer.vocab_size)
+            tokenizer.eos_id, tokenizer.other_end_ids = checked[0], frozenset(checked[1:])
+            return
+    end = None if named is None else named.token_id(_name(config, "eos_token"))
+    if end is not None:
+        tokenizer.eos_id = end
+
+
+def _end_ids(ends: Any, file: Path, vocab_size: int) -> list[int]:
+    """The ids of a file's `eos_token_id`, one at least. Raises UserError naming file and key."""
     listed = ends if isinstance(ends, list) else [ends]
     if not listed or not all(isinstance(end, int) and not isinstance(end, bool) for end in listed):
-        raise UserError(f"{folder}: eos_token_id is {ends!r:.60}, expected an id or a list of ids")
-    checked = check_ids(listed, tokenizer.vocab_size)
-    tokenizer.eos_id, tokenizer.other_end_ids = checked[0], frozenset(checked[1:])
+        raise UserError(f"{file}: eos_token_id is {ends!r:.60}, expected an id or a list of ids")
+    try:
+        return check_ids(listed, vocab_size)
+    except UserError as error:
+        raise UserError(f"{file}: eos_token_id: {error}") from None
 
 
 def _optional(path: Path) -> Mapping[str, Any]:

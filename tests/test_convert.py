@@ -209,7 +209,8 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
 @NEEDS_TOKENIZERS
 def test_tokenizers_travel_along(tmp_path: Path) -> None:
     from tests.gguf_files import write_gguf
-    from tests.test_json_tokenizer import CHATML, byte_level
+    from tests.test_chat_template import CHATML
+    from tests.test_json_tokenizer import byte_level
 
     fields = json.loads(byte_level())
     tokens = sorted(fields["model"]["vocab"], key=fields["model"]["vocab"].__getitem__)

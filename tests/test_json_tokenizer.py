@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from inference_engine.chat_template import ChatTemplate, Message
+from inference_engine.chat_template import ChatTemplate
 from inference_engine.detokenizer import Detokenizer
 from inference_engine.gguf_tokenizer import gguf_tokenizer
 from inference_engine.json_tokenizer import JsonTokenizer
 from inference_engine.tokenizer import NUM_BYTES, SPACE_MARK, SentencePieceTokenizer
 from inference_engine.tokenizer_files import open_chat_template, open_tokenizer
 from layers.errors import UserError
-from tests.extras import NEEDS_GGUF, NEEDS_JINJA, NEEDS_TOKENIZERS
+from tests.extras import NEEDS_GGUF, NEEDS_TOKENIZERS
 from tests.gguf_files import write_gguf
 from tests.sentencepiece_models import LINES
 
@@ -159,8 +159,15 @@ def test_a_text_ends_where_the_files_say(tmp_path: Path) -> None:
     several = open_tokenizer(saved(tmp_path, text, generation_config={"eos_token_id": [6, 7]}))
     assert several.end_ids == {6, 7}
     assert several.eos_id == 6
-    with pytest.raises(UserError, match="token id 9999 at position 0 is not in the vocabulary"):
-        open_tokenizer(saved(tmp_path, text, generation_config={"eos_token_id": 9999}))
+    for name in ("generation_config", "config"):
+        folder = tmp_path / name
+        for bad in (9999, -1, [3, 9999]):
+            path = saved(folder, text, **{name: {"eos_token_id": bad}})
+            with pytest.raises(
+                UserError, match=r"token id (9999|-1) at position \d is not in the voc"
+            ) as error:
+                open_tokenizer(path)
+            assert str(error.value).startswith(f"{folder / name}.json: eos_token_id: ")
     with pytest.raises(UserError, match="eos_token_id is 'x', expected an id or a list of ids"):
         open_tokenizer(saved(tmp_path, text, generation_config={"eos_token_id": "x"}))
 
@@ -171,6 +178,26 @@ BAD_JSON: dict[str, tuple[Callable[[dict], object], str]] = {
     "no decoder": (lambda t: t | {"decoder": None}, "its decoder (none) is not supported"),
     "model": (lambda t: t | {"model": {"type": "Unknown"}}, "not a tokenizer ("),
     "empty": (lambda t: {}, "not a tokenizer ("),
+    "panic": (
+        lambda t: t | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "not a tokenizer (",
+    ),
+    "huge id": (
+        lambda t: t | {"model": t["model"] | {"vocab": t["model"]["vocab"] | {"zzzz": 4 * 10**9}}},
+        "it has the id 4000000000 for ",
+    ),
+    "no unknown word": (
+        lambda t: t | {"model": {"type": "WordLevel", "vocab": {"the": 0}, "unk_token": "[UNK]"}},
+        "it cannot encode the text 'a' (",
+    ),
+    "no unknown piece": (
+        lambda t: t | {"model": {"type": "Unigram", "unk_id": None, "vocab": [["the", -1.0]]}},
+        "it cannot encode the text 'a' (",
+    ),
+    "unknown token missing": (
+        lambda t: t | {"model": t["model"] | {"unk_token": "<no>", "vocab": {"b": 0}, "merges": []}},
+        "it cannot encode the text 'a' (",
+    ),
 }
 
 
@@ -181,6 +208,33 @@ def test_a_bad_tokenizer_is_refused_by_name(change: Callable, message: str, tmp_
         open_tokenizer(path)
     assert str(error.value).startswith(f"{path}: {message}")
     assert "\n" not in str(error.value)
+
+
+def test_a_text_that_cannot_be_encoded_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "cat": 1}, "unk_token": "[UNK]"}
+    fields = {"model": model, "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    path = saved(tmp_path, json.dumps(json.loads(byte_level()) | fields))
+    tokenizer = open_tokenizer(path)
+    assert tokenizer.encode("a cat") == [0, 1]
+    with pytest.raises(UserError) as error:
+        tokenizer.encode("a dog\n" * 10)
+    assert str(error.value).startswith(f"{path}: it cannot encode the text 'a dog\\na dog\\na dog\\na '… (")
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_is_neither_cut_nor_padded(tmp_path: Path) -> None:
+    plain = json.loads(byte_level())
+    ids = open_tokenizer(saved(tmp_path, json.dumps(plain))).encode("the cat sat on the mat")
+    assert len(ids) > 4
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 30}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<|start|>",
+    }  # fmt: skip
+    for change in ({"truncation": cut}, {"padding": padding}):
+        tokenizer = open_tokenizer(saved(tmp_path, json.dumps(plain | change)))
+        assert tokenizer.encode("the cat sat on the mat") == ids
+        assert tokenizer.bos_id is None
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:
@@ -289,50 +343,6 @@ def test_bad_tokenizer_metadata_is_refused_by_name(change: dict, message: str) -
     with pytest.raises(UserError) as error:
         gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in good.items()}, Path("a.gguf"))
     assert str(error.value).startswith(f"a.gguf: {message}")
-    assert "\n" not in str(error.value)
-
-
-CHATML = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
-)
-
-
-@NEEDS_JINJA
-def test_a_chat_is_rendered_as_its_template_says() -> None:
-    chat = [Message("system", "Be short."), Message("user", "Hi {{ 1 }}")]
-    expected = "<|start|>system\nBe short.<|end|>\n<|start|>user\nHi {{ 1 }}<|end|>\n<|start|>assistant\n"
-    assert ChatTemplate("here", CHATML).render(chat) == expected
-    looped = (
-        "{%- for m in messages %}\n    {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
-        "{{ bos_token }}{{ m.content | trim }}{%- endfor %}"
-    )
-    assert ChatTemplate("here", looped, bos="<s>").render(chat) == "<s>Hi {{ 1 }}"
-    assert ChatTemplate("here", "{{ messages | tojson }}").render(chat[:1]).startswith('[{"role": "system"')
-
-
-UNUSABLE = {
-    "refusal": (
-        "{{ raise_exception('roles must alternate') }}",
-        "the chat template says: roles must alternate",
-    ),
-    "syntax": ("{% for m in %}", "the chat template is unusable ("),
-    "undefined call": ("{{ nothing() }}", "the chat template is unusable ("),
-    "underscores": ("{{ ''.__class__.__mro__ }}", "the chat template is unusable ("),
-    "change": ("{{ messages.append(1) }}", "the chat template is unusable ("),
-    "long range": ("{% for i in range(10 ** 9) %}x{% endfor %}", "the chat template is unusable ("),
-    "nothing": ("", "the chat template makes a text of 0 characters"),
-    "import": ("{% include 'secret' %}", "the chat template is unusable ("),
-    "division": ("{{ 1 / 0 }}", "the chat template is unusable (division by zero)"),
-}
-
-
-@NEEDS_JINJA
-@pytest.mark.parametrize(("template", "message"), UNUSABLE.values(), ids=UNUSABLE)
-def test_an_unusable_template_is_refused_in_one_line(template: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        ChatTemplate("here", template).render([Message("user", "Hi")])
-    assert str(error.value).startswith(f"here: {message}")
     assert "\n" not in str(error.value)
 
 

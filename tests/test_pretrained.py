@@ -35,7 +35,8 @@ from inference_engine.sampling_params import SamplingParams
 from layers.errors import UserError
 from run_serving import main
 from tests.extras import NEEDS_JINJA, NEEDS_SAFETENSORS, NEEDS_TOKENIZERS
-from tests.test_json_tokenizer import CHATML, SEQUENCE, START, byte_level, with_prefix
+from tests.test_chat_template import CHATML
+from tests.test_json_tokenizer import SEQUENCE, START, byte_level, with_prefix
 from tests.tiny_checkpoint import TINY
 
 CONTENT = b"weights" * 100

@@ -145,6 +145,8 @@ def test_ids_out_of_the_vocabulary_are_named(bad: int) -> None:
 
 def test_checked_ids_are_plain_ints() -> None:
     assert all(type(token_id) is int for token_id in check_ids(np.array([3, 4], np.int32), 5))
+    with pytest.raises(UserError, match=r"token id 0 at position 0 is not in the vocabulary; it is empty$"):
+        check_ids([0], 0)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SentencePieceTokenizer(DEFAULT_MODEL)])
