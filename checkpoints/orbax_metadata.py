@@ -20,6 +20,7 @@ from checkpoints.hparams_json import hparams_from_json, hparams_to_json
 from layers.errors import UserError
 from layers.hparams import HParams
 
+ITEM_PREFIX = "weights_"
 METADATA_FILE = "checkpoint.json"
 FORMAT = "neutral-state"
 VERSION = 1
@@ -116,7 +117,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _is_item(name: Any) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"weights_\d+", name) is not None
+    return isinstance(name, str) and re.fullmatch(rf"{ITEM_PREFIX}\d+", name) is not None
 
 
 def _is_plain_name(name: Any) -> bool:

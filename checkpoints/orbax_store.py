@@ -30,7 +30,7 @@ import numpy as np
 import tensorstore as ts
 
 from checkpoints.lazy import ArrayLike, Box, LazyArray
-from checkpoints.orbax_metadata import METADATA_FILE, Metadata, item_bytes, read_metadata
+from checkpoints.orbax_metadata import ITEM_PREFIX, METADATA_FILE, Metadata, item_bytes, read_metadata
 from checkpoints.state import (
     CheckpointState,
     Entry,
@@ -47,8 +47,7 @@ _CACHE_BYTES = 1 << 26
 PARTIAL = ".partial"
 TOKENIZER_STEM = "tokenizer"
 _RESUME = "resume.txt"
-_WEIGHTS = "weights_"
-_UNFINISHED = (f"{_WEIGHTS}*.orbax-checkpoint-tmp", METADATA_FILE)
+_UNFINISHED = (f"{ITEM_PREFIX}*.orbax-checkpoint-tmp", METADATA_FILE)
 Progress = Callable[[int, int], None]
 
 
@@ -182,7 +181,7 @@ def _check_partial(partial: Path) -> None:
     if not partial.is_dir():
         return
     names = [item.name for item in partial.iterdir()]
-    foreign = [name for name in names if not name.startswith((_WEIGHTS, TOKENIZER_STEM))]
+    foreign = [name for name in names if not name.startswith((ITEM_PREFIX, TOKENIZER_STEM))]
     if foreign and _RESUME not in names and METADATA_FILE not in names:
         raise UserError(f"{partial}: holds {min(foreign)!r}, which no save left; it will not be replaced")
 
@@ -252,7 +251,7 @@ def _write_groups(
     done, total = 0, sum(_size(key, state) for key in state_spec(state.hparams))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for number, keys in enumerate(_groups(state, group_bytes)):
-            names.append(f"weights_{number}")
+            names.append(f"{ITEM_PREFIX}{number}")
             if not (folder / names[-1]).is_dir():
                 tree = _tree(keys, state)
                 save_args = _map_leaves(tree, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))

@@ -134,28 +134,28 @@ def preprocess_layer(
     q_biases = [("q_bias", on_q, width)]
     ff_biases = [("w0_bias", on_w0, hparams.ff), ("w1_bias", 1.0, hparams.ff)][: len(ff_in)]
     kv_biases = [("k_bias", 1.0, kv_width), ("v_bias", 1.0, kv_width)]
-    inputs: dict[str, Any] = {"norm": layer.kept_norm("norm")}
+    others: dict[str, Any] = {"norm": layer.kept_norm("norm")}
     if wkv is None:
         queries = [q, *keys_values]
         q_biases += kv_biases
     else:
         queries = [q]
-        inputs |= {"wkv": _stored(wkv, dtype), "bkv": layer.biases(ONE_DEVICE, *kv_biases)}
+        others |= {"wkv": _stored(wkv, dtype), "bkv": layer.biases(ONE_DEVICE, *kv_biases)}
     if hparams.qk_norm is not None:
-        inputs["q_norm"] = NormParams(layer.vector("q_norm_gain") * constant)
-        inputs["k_norm"] = NormParams(layer.vector("k_norm_gain"))
+        others["q_norm"] = NormParams(layer.vector("q_norm_gain") * constant)
+        others["k_norm"] = NormParams(layer.vector("k_norm_gain"))
     if hparams.fused:
         return LayerParams(
             wi=_stored(storage.beside([*queries, *ff_in]), dtype),
             wo=_stored(storage.below([o, w2]), dtype),
             bi=layer.biases(storage, *q_biases, *ff_biases),
             bo=layer.summed_biases("o_bias", "w2_bias"),
-            **inputs,
+            **others,
         )
     if hparams.norm_placement is not NormPlacement.SHARED:
-        inputs["norm2"] = layer.kept_norm("norm2")
+        others["norm2"] = layer.kept_norm("norm2")
     if hparams.norm_placement is NormPlacement.PRE_AND_POST:
-        inputs |= {name: layer.norm(name) for name in ("post_norm", "post_norm2")}
+        others |= {name: layer.norm(name) for name in ("post_norm", "post_norm2")}
     return LayerParams(
         wi=_stored(storage.beside(queries), dtype),
         wo=_stored(storage.below([o]), dtype),
@@ -165,7 +165,7 @@ def preprocess_layer(
         bo=layer.summed_biases("o_bias"),
         bi_ff=layer.biases(storage, *ff_biases),
         bo_ff=layer.summed_biases("w2_bias"),
-        **inputs,
+        **others,
     )
 
 
